@@ -1,0 +1,148 @@
+# Copyright (c) mscclpp_dispatcher contributors. Licensed under the MIT license.
+"""Meeting of the ranks before there are buffers: a bounded all-gather of bytes over the group's store.
+
+The store of a ``torch.distributed`` group serves every backend alike (gloo, nccl), carries plain
+bytes (nothing is unpickled), and tells which rank is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import socket
+import time
+
+import torch.distributed as dist
+
+from mscclpp_dispatcher.errors import ConfigError, PeerTimeoutError
+
+_POLL_S = (0.0005, 0.02)
+
+
+class Bootstrap:
+    """Rank, size and byte exchange of one dispatcher's group.
+
+    Dispatchers on one group must be made in the same order on all ranks (as any collective).
+    """
+
+    _counters: dict[str, itertools.count] = {}  # noqa: RUF012 - shared by design: one count per group
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialised; call torch.distributed.init_process_group first (backend gloo "
+                "is enough)"
+            )
+        group = dist.group.WORLD if group is None else group
+        if dist.get_rank(group) < 0:
+            raise ConfigError(f"this process (global rank {dist.get_rank()}) is not in the given group")
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.num_ranks: int = dist.get_world_size(group)
+        self._timeout_s = timeout_s
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        counter = self._counters.setdefault(group.group_name, itertools.count())
+        self._prefix = f"mscclpp_dispatcher/{next(counter)}"
+        self._step = itertools.count()
+        self._own_keys: list[str] = []
+
+    def exchange(self, name: str, data: bytes) -> list[bytes]:
+        """All ranks' ``data``, in rank order. Collective.
+
+        Args:
+            name: what is exchanged, for messages.
+            data: this rank's bytes.
+
+        Raises:
+            PeerTimeoutError: ranks did not come within the limit; names them.
+        """
+        step = next(self._step)
+        keys = [f"{self._prefix}/{step}/{rank}" for rank in range(self.num_ranks)]
+        self._store.set(keys[self.rank], data or b"\0")
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s else float("inf")
+        pause_s = _POLL_S[0]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
+                if missing:
+                    raise PeerTimeoutError(
+                        f"rank {self.rank}: {_ranks(missing)} did not reach step '{name}' within "
+                        f"init_timeout_s = {self._timeout_s} s",
+                        ranks=missing,
+                        phase=name,
+                    )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+        gathered = [bytes(self._store.get(key)) if data else b"" for key in keys]
+        # Everyone has finished reading a step before the last once this step is complete.
+        self._own_keys.append(keys[self.rank])
+        if len(self._own_keys) > 1:
+            self._store.delete_key(self._own_keys.pop(0))
+        return gathered
+
+    def agree(self, name: str, value: dict, error: str | None = None) -> list[dict]:
+        """All ranks' ``value``; if any rank has an ``error``, every rank raises it. Collective.
+
+        Raises:
+            ConfigError: with each failing rank and its reason.
+            PeerTimeoutError: as ``exchange``.
+        """
+        raw = self.exchange(name, json.dumps({"value": value, "error": error}).encode())
+        answers = [json.loads(data) for data in raw]
+        failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
+        if failures:
+            raise ConfigError(f"making the dispatcher failed at step '{name}': " + "; ".join(failures))
+        return [answer["value"] for answer in answers]
+
+    def barrier(self, name: str) -> None:
+        """Returns when all ranks have called it. Raises as ``exchange``."""
+        self.exchange(name, b"\1")
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessIdentity:
+    """A process that cannot be confused with a later one of the same pid."""
+
+    host: str
+    pid_namespace: int
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of_this_process(cls) -> ProcessIdentity:
+        pid = os.getpid()
+        return cls(_host_id(), _pid_namespace(), pid, _start_ticks(pid) or 0)
+
+    def is_known_dead(self) -> bool:
+        """True if it ran where this process can see it, and runs no more."""
+        if (self.host, self.pid_namespace) != (_host_id(), _pid_namespace()):
+            return False
+        return _start_ticks(self.pid) != self.start_ticks
+
+
+def _host_id() -> str:
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Start time of a running process in clock ticks since boot; None if it has ended."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])

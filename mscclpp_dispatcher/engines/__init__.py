@@ -1,0 +1,2 @@
+# Copyright (c) mscclpp_dispatcher contributors. Licensed under the MIT license.
+"""Engines: the code that moves the bytes."""
