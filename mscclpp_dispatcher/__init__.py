@@ -2,6 +2,7 @@
 """MoE token dispatch and combine for expert parallelism."""
 
 from mscclpp_dispatcher.api import Dispatcher
+from mscclpp_dispatcher.bootstrap import StoreGroup
 from mscclpp_dispatcher.config import (
     NO_EXPERT,
     CombineMode,
@@ -43,5 +44,6 @@ __all__ = [
     "InputError",
     "Payload",
     "PeerTimeoutError",
+    "StoreGroup",
     "WeightMode",
 ]

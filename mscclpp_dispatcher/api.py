@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mscclpp_dispatcher import validation
-from mscclpp_dispatcher.bootstrap import Bootstrap
+from mscclpp_dispatcher.bootstrap import Bootstrap, StoreGroup
 from mscclpp_dispatcher.config import MAX_RANKS, DispatcherConfig
 from mscclpp_dispatcher.engine import Capabilities, Engine
 from mscclpp_dispatcher.engines.ll import LlEngine
@@ -28,7 +28,8 @@ class Dispatcher:
     Args:
         config: equal on all ranks.
         group: the ranks; None takes the default group. Any backend: only its store is used, and
-            torch's symmetric memory on CUDA.
+            torch's symmetric memory on CUDA. A StoreGroup serves the CPU engine without
+            ``init_process_group``.
         device: None takes the current CUDA device if there is one, else the CPU.
 
     Raises:
@@ -45,7 +46,7 @@ class Dispatcher:
     def __init__(
         self,
         config: DispatcherConfig,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | StoreGroup | None = None,
         *,
         device: torch.device | str | int | None = None,
     ) -> None:

@@ -22,30 +22,43 @@ from mscclpp_dispatcher.errors import ConfigError, PeerTimeoutError
 _POLL_S = (0.0005, 0.02)
 
 
+@dataclasses.dataclass(frozen=True)
+class StoreGroup:
+    """A group without ``torch.distributed``'s global state: ranks that share a store.
+
+    Enough for the CPU engine. The CUDA engine maps peers through torch's symmetric memory, which
+    needs a ProcessGroup.
+
+    Attributes:
+        store: any ``torch.distributed`` store (TCPStore, FileStore, HashStore), shared by all ranks.
+        rank: this rank.
+        num_ranks: size of the group.
+        name: told apart from other groups on the same store.
+    """
+
+    store: dist.Store
+    rank: int
+    num_ranks: int
+    name: str = "group"
+
+
 class Bootstrap:
     """Rank, size and byte exchange of one dispatcher's group.
 
     Dispatchers on one group must be made in the same order on all ranks (as any collective).
     """
 
-    _counters: dict[str, itertools.count] = {}  # noqa: RUF012 - shared by design: one count per group
+    _counters: dict[tuple[str, int], itertools.count] = {}  # noqa: RUF012 - shared by design: one per group and rank
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise ConfigError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group first (backend gloo "
-                "is enough)"
-            )
-        group = dist.group.WORLD if group is None else group
-        if dist.get_rank(group) < 0:
-            raise ConfigError(f"this process (global rank {dist.get_rank()}) is not in the given group")
-        self.group = group
-        self.rank: int = dist.get_rank(group)
-        self.num_ranks: int = dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup | StoreGroup | None, timeout_s: float) -> None:
+        if not isinstance(group, StoreGroup):
+            group = _as_store_group(group)
+        self.process_group = group.process_group if isinstance(group, _ProcessStoreGroup) else None
+        self.rank, self.num_ranks = group.rank, group.num_ranks
         self._timeout_s = timeout_s
-        self._store = dist.distributed_c10d._get_process_group_store(group)
-        counter = self._counters.setdefault(group.group_name, itertools.count())
-        self._prefix = f"mscclpp_dispatcher/{next(counter)}"
+        self._store = group.store
+        counter = self._counters.setdefault((group.name, group.rank), itertools.count())
+        self._prefix = f"mscclpp_dispatcher/{group.name}/{next(counter)}"
         self._step = itertools.count()
         self._own_keys: list[str] = []
 
@@ -104,6 +117,29 @@ class Bootstrap:
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProcessStoreGroup(StoreGroup):
+    process_group: dist.ProcessGroup | None = None
+
+
+def _as_store_group(group: dist.ProcessGroup | None) -> _ProcessStoreGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first (backend gloo is "
+            "enough)"
+        )
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise ConfigError(f"this process (global rank {dist.get_rank()}) is not in the given group")
+    return _ProcessStoreGroup(
+        store=dist.distributed_c10d._get_process_group_store(group),
+        rank=dist.get_rank(group),
+        num_ranks=dist.get_world_size(group),
+        name=group.group_name,
+        process_group=group,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

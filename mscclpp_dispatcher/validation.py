@@ -87,8 +87,8 @@ def check_ids(config: DispatcherConfig, rank: int, topk_ids: torch.Tensor) -> No
 
 def bad_id_message(config: DispatcherConfig, rank: int, value: int, token: int, k: int) -> str:
     return (
-        f"rank {rank}: topk_ids[{token}, {k}] is {value}; allowed: {NO_EXPERT} (no expert) and 0..{config.num_experts - 1} "
-        f"(num_experts = {config.num_experts})"
+        f"rank {rank}: topk_ids[{token}, {k}] is {value}; allowed: {NO_EXPERT} (no expert) and "
+        f"0..{config.num_experts - 1} (num_experts = {config.num_experts})"
     )
 
 
@@ -155,8 +155,8 @@ def check_combine(
         _check_tensor(rank, name, tensor, dtypes, wanted, device)
         if not tensor.is_contiguous() or tensor.data_ptr() % ROW_ALIGNMENT_BYTES != 0:
             raise InputError(
-                f"rank {rank}: {name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}; it must be "
-                f"contiguous and {ROW_ALIGNMENT_BYTES}-byte aligned"
+                f"rank {rank}: {name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}; it must "
+                f"be contiguous and {ROW_ALIGNMENT_BYTES}-byte aligned"
             )
     if out is not None and out.numel() and expert_output.numel():
         begin, end = expert_output.data_ptr(), expert_output.data_ptr() + expert_output.numel() * out.element_size()

@@ -38,7 +38,7 @@ std::unique_ptr<MoELowLatencyRuntime> make_cpu_runtime(const RuntimeConfig& conf
 std::unique_ptr<MoELowLatencyRuntime> make_cuda_runtime(const RuntimeConfig& config, int device_idx, bool is_tma) {
 #if defined(MSCCLPP_DISPATCHER_WITH_CUDA)
   return std::make_unique<MoELowLatencyRuntime>(
-      config, make_cuda_backend(device_idx, is_tma, MoELowLatencyRuntime::shape_of(config)));
+      config, make_cuda_backend(device_idx, is_tma, config.payload, MoELowLatencyRuntime::shape_of(config)));
 #else
   (void)config, (void)device_idx, (void)is_tma;
   throw std::runtime_error("this build has no CUDA engine: nvcc was not found when it was built");
@@ -169,7 +169,8 @@ PYBIND11_MODULE(_C, module) {
       .def_static("create", &SharedSegment::create, py::arg("name"), py::arg("num_bytes"))
       .def_static("open", &SharedSegment::open, py::arg("name"), py::arg("num_bytes"))
       .def_static("unlink", &SharedSegment::unlink, py::arg("name"))
-      .def_property_readonly("address", [](const SharedSegment& self) { return reinterpret_cast<uint64_t>(self.data()); })
+      .def_property_readonly("address",
+                             [](const SharedSegment& self) { return reinterpret_cast<uint64_t>(self.data()); })
       .def_buffer([](SharedSegment& self) {
         return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(),
                                static_cast<py::ssize_t>(self.bytes()));

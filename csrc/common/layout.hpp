@@ -49,9 +49,9 @@ struct RegionLayout {
   uint64_t route_weight; // float [max_tokens, num_topk]
 
   // Results beside the rows.
-  uint64_t num_tokens_per_rank;      // int32 [num_ranks]
+  uint64_t num_tokens_per_rank;        // int32 [num_ranks]
   uint64_t num_recv_tokens_per_expert; // int32 [max_local_experts] (EXPERT_MAJOR)
-  uint64_t src_offsets;              // int32 [max_local_experts, num_ranks + 1] (EXPERT_MAJOR)
+  uint64_t src_offsets;                // int32 [max_local_experts, num_ranks + 1] (EXPERT_MAJOR)
 
   // Payload, peer-written.
   uint64_t recv_x;            // rows

@@ -25,12 +25,12 @@ enum class Phase : uint32_t { kIdle = 0, kDispatch = 1, kCombine = 2 };
 
 // One operation. The host makes it, every block of the launch reads the same copy.
 struct Workload {
-  uint32_t epoch_delta;      // host-assigned; effective epoch = slot's epoch base + delta (epoch.hpp)
-  uint32_t halves;           // Half bits
-  int32_t slot;              // buffer set, 0 .. num_slots-1
-  int32_t num_tokens;        // of this rank
-  int32_t hidden;            // elements
-  int32_t row_bytes;         // of the payload, a multiple of 16
+  uint32_t epoch_delta; // host-assigned; effective epoch = slot's epoch base + delta (epoch.hpp)
+  uint32_t halves;      // Half bits
+  int32_t slot;         // buffer set, 0 .. num_slots-1
+  int32_t num_tokens;   // of this rank
+  int32_t hidden;       // elements
+  int32_t row_bytes;    // of the payload, a multiple of 16
   int32_t num_topk;
   int32_t num_experts;       // over all ranks
   int32_t num_local_experts; // of this rank
@@ -51,9 +51,9 @@ struct DeviceContext {
   int32_t peer_num_blocks[kMaxRanks]; // flag words that each rank writes per phase
   int32_t rank;
   int32_t num_ranks;
-  int32_t num_blocks;       // of this rank's launches, constant
-  uint64_t timeout_ns;      // of each wait; 0 waits for ever
-  uint64_t stress_delay_ns; // upper bound of random delays in kernels, for stress tests; 0 in service
+  int32_t num_blocks;        // of this rank's launches, constant
+  uint64_t timeout_ns;       // of each wait; 0 waits for ever
+  uint64_t stress_delay_ns;  // upper bound of random delays in kernels, for stress tests; 0 in service
   struct FaultWords* faults; // host memory that kernels can write
 };
 

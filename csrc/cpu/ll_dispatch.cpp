@@ -12,8 +12,8 @@ namespace {
 
 // The routes of this rank's tokens, read once; ids outside 0..num_experts-1 become kNoExpert.
 struct Routes {
-  std::vector<int32_t> expert;  // [num_tokens, num_topk]
-  std::vector<float> weight;    // beside expert
+  std::vector<int32_t> expert;   // [num_tokens, num_topk]
+  std::vector<float> weight;     // beside expert
   std::vector<uint8_t> is_first; // no earlier k of the token names the same expert
 
   Routes(const Workload& w, const Buffers& buffers)
@@ -215,7 +215,9 @@ private:
         }
         for (int dst = 0; dst < context_.num_ranks; ++dst) {
           const int64_t entry = source_row(token) * w_.num_topk + k;
-          const int32_t id = owner != dst ? w_.padding_expert_id : w_.is_global_id_space ? expert : expert_local_[expert];
+          const int32_t id = owner != dst            ? w_.padding_expert_id
+                             : w_.is_global_id_space ? expert
+                                                     : expert_local_[expert];
           slot_of(dst).recv_topk_ids()[entry] = id;
           slot_of(dst).recv_topk_weights()[entry] = owner == dst ? routes.weight[route] : 0.0f;
         }

@@ -33,7 +33,7 @@ public:
   // True once *word carries an epoch that is not older; false when the limit has passed.
   bool wait(uint64_t* word, uint32_t epoch, uint64_t* packet) const {
     using Clock = std::chrono::steady_clock;
-    constexpr int kSpins = 200;                           // a peer that is running answers within this
+    constexpr int kSpins = 200; // a peer that is running answers within this
     constexpr auto kIdlePeriod = std::chrono::milliseconds(100);
     Clock::time_point start{}, last_idle{};
     for (int spin = 0;; ++spin) {
@@ -70,8 +70,8 @@ private:
 };
 
 inline void report_timeout(const Workload& workload, const DeviceContext& context, Phase phase, uint32_t epoch) {
-  context.faults->timeout = kFaultBit | static_cast<uint64_t>(workload.slot) << 40 |
-                            static_cast<uint64_t>(phase) << 32 | epoch;
+  context.faults->timeout =
+      kFaultBit | static_cast<uint64_t>(workload.slot) << 40 | static_cast<uint64_t>(phase) << 32 | epoch;
 }
 
 } // namespace mscclpp_dispatcher::cpu

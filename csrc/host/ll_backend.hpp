@@ -34,6 +34,6 @@ public:
 std::unique_ptr<LlBackend> make_cpu_backend(std::function<void()> idle);
 
 // is_tma selects bulk copies; needs compute capability 9.0.
-std::unique_ptr<LlBackend> make_cuda_backend(int device_idx, bool is_tma, const RegionShape& shape);
+std::unique_ptr<LlBackend> make_cuda_backend(int device_idx, bool is_tma, Payload payload, const RegionShape& shape);
 
 } // namespace mscclpp_dispatcher

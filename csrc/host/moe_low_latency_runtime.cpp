@@ -15,15 +15,9 @@ RegionShape MoELowLatencyRuntime::shape_of(const RuntimeConfig& config) {
                    config.num_ranks - 1);
     ++owned[rank];
   }
-  return {config.num_ranks,
-          config.num_experts,
-          *std::max_element(owned.begin(), owned.end()),
-          config.num_topk,
-          config.row_bytes,
-          config.max_tokens_per_rank,
-          config.num_slots,
-          config.layout,
-          config.combine_mode,
+  return {config.num_ranks,  config.num_experts, *std::max_element(owned.begin(), owned.end()),
+          config.num_topk,   config.row_bytes,   config.max_tokens_per_rank,
+          config.num_slots,  config.layout,      config.combine_mode,
           config.weight_mode};
 }
 
@@ -36,8 +30,8 @@ const RuntimeConfig& checked(const RuntimeConfig& config) {
                  config.num_ranks - 1);
   check_argument(config.num_experts >= 1 && config.num_experts <= kMaxExperts, "num_experts is ", config.num_experts,
                  "; allowed: 1..", kMaxExperts);
-  check_argument(config.num_topk >= 1 && config.num_topk <= kMaxTopk, "num_topk is ", config.num_topk,
-                 "; allowed: 1..", kMaxTopk);
+  check_argument(config.num_topk >= 1 && config.num_topk <= kMaxTopk, "num_topk is ", config.num_topk, "; allowed: 1..",
+                 kMaxTopk);
   check_argument(config.row_bytes >= 16 && config.row_bytes % 16 == 0, "row_bytes is ", config.row_bytes,
                  "; allowed: multiples of 16");
   check_argument(config.max_tokens_per_rank >= 1, "max_tokens_per_rank is ", config.max_tokens_per_rank,
@@ -53,10 +47,11 @@ const RuntimeConfig& checked(const RuntimeConfig& config) {
 } // namespace
 
 MoELowLatencyRuntime::MoELowLatencyRuntime(RuntimeConfig config, std::unique_ptr<LlBackend> backend)
-    : config_(std::move(config)), backend_(std::move(backend)), layout_(make_region_layout(shape_of(checked(config_)))) {
+    : config_(std::move(config)), backend_(std::move(backend)),
+      layout_(make_region_layout(shape_of(checked(config_)))) {
   // Row numbers are int32 on the device.
-  check_argument(layout_.recv_rows < (1ull << 31) && layout_.expert_output_rows < (1ull << 31), "the buffers would hold ",
-                 std::max(layout_.recv_rows, layout_.expert_output_rows),
+  check_argument(layout_.recv_rows < (1ull << 31) && layout_.expert_output_rows < (1ull << 31),
+                 "the buffers would hold ", std::max(layout_.recv_rows, layout_.expert_output_rows),
                  " rows; allowed: fewer than 2^31; lower max_tokens_per_rank");
   num_local_experts_ =
       static_cast<int32_t>(std::count(config_.expert_rank.begin(), config_.expert_rank.end(), config_.rank));
@@ -205,7 +200,8 @@ uint32_t MoELowLatencyRuntime::seen_epoch(int32_t of_rank, int32_t slot, Phase p
   const uint64_t field = phase == Phase::kDispatch ? layout_.dispatch_flags : layout_.combine_flags;
   uint64_t flags[kMaxBlocks];
   const int num_blocks = context_.peer_num_blocks[src];
-  backend_->read(flags, slot_field<uint8_t>(context_.peer_base[of_rank], layout_, slot, field) + 8ull * kMaxBlocks * src,
+  backend_->read(flags,
+                 slot_field<uint8_t>(context_.peer_base[of_rank], layout_, slot, field) + 8ull * kMaxBlocks * src,
                  8ull * num_blocks);
   uint32_t oldest = packet_epoch(flags[0]);
   for (int block = 1; block < num_blocks; ++block) {
@@ -246,8 +242,7 @@ TimeoutReport MoELowLatencyRuntime::explain_timeout() {
       continue;
     }
     uint64_t progress = 0;
-    backend_->read(&progress,
-                   slot_field<uint8_t>(context_.peer_base[rank], layout_, report.slot, layout_.progress), 8);
+    backend_->read(&progress, slot_field<uint8_t>(context_.peer_base[rank], layout_, report.slot, layout_.progress), 8);
     const auto phase = static_cast<Phase>(packet_value(progress));
     std::vector<int32_t> blockers;
     if (phase != Phase::kIdle) {

@@ -39,7 +39,7 @@ struct TimeoutReport {
   int32_t slot;
   Phase phase;
   uint32_t epoch;
-  uint32_t seen_epoch;          // of the first culprit's flags in this rank's region
+  uint32_t seen_epoch;           // of the first culprit's flags in this rank's region
   std::vector<int32_t> missing;  // ranks whose flags had not arrived
   std::vector<int32_t> culprits; // those that hold up the others
 };

@@ -64,7 +64,7 @@ std::unique_ptr<SharedSegment> SharedSegment::create(const std::string& name, si
 
 std::unique_ptr<SharedSegment> SharedSegment::open(const std::string& name, size_t bytes) {
   const FileDescriptor file(open_or_throw(name, O_RDWR));
-  struct stat status {};
+  struct stat status{};
   if (::fstat(file.get(), &status) != 0) {
     throw std::system_error(errno, std::generic_category(), "reading the status of shared-memory segment " + name);
   }

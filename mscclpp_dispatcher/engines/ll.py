@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -29,10 +31,36 @@ MAX_AUTO_BLOCKS = 64  # more blocks do not speed up a decode batch; they only ta
 _TMA_CAPABILITY = (9, 0)
 
 
-class LlEngine:
-    """Implements ``engine.Engine``; making it is collective."""
+class Regions(Protocol):
+    """The ranks' memory: what ShmRegions and SymmetricRegions give."""
 
-    def __init__(self, config: DispatcherConfig, bootstrap: Bootstrap, device: torch.device) -> None:
+    local: torch.Tensor
+    addresses: list[int]
+
+    def close(self) -> None:
+        """Drops the mappings."""
+
+
+def _default_regions(bootstrap: Bootstrap, num_bytes: int, device: torch.device) -> Regions:
+    return SymmetricRegions(bootstrap, num_bytes, device) if device.type == "cuda" else ShmRegions(bootstrap, num_bytes)
+
+
+class LlEngine:
+    """Implements ``engine.Engine``; making it is collective.
+
+    Args:
+        config, bootstrap, device: as the Dispatcher's.
+        make_regions: gives every rank's memory, mapped here: ``(bootstrap, num_bytes, device)``; the
+            seam for other ways to reach peers.
+    """
+
+    def __init__(
+        self,
+        config: DispatcherConfig,
+        bootstrap: Bootstrap,
+        device: torch.device,
+        make_regions: Callable[[Bootstrap, int, torch.device], Regions] = _default_regions,
+    ) -> None:
         self.config = config
         self.rank, self.num_ranks, self.device = bootstrap.rank, bootstrap.num_ranks, device
         self._bootstrap = bootstrap
@@ -48,10 +76,7 @@ class LlEngine:
         self._layout = self._runtime.layout
         self._num_local_experts = self._runtime.num_local_experts
         num_bytes = self._layout["total_bytes"]
-        if self._is_cuda:
-            self._regions = SymmetricRegions(bootstrap, num_bytes, device)
-        else:
-            self._regions = ShmRegions(bootstrap, num_bytes)
+        self._regions = make_regions(bootstrap, num_bytes, device)
         self._runtime.connect(self._regions.addresses, num_blocks)
         bootstrap.barrier("connect")
         self._outputs: dict[tuple[int, int], DispatchOutput] = {}
@@ -87,8 +112,8 @@ class LlEngine:
         if len(sharing) > 1:
             if not self.config.allow_shared_device:
                 raise ConfigError(
-                    f"ranks {', '.join(map(str, sharing))} are all on GPU {answers[rank]['device']}; give each rank its "
-                    "own GPU (torch.cuda.set_device), or set allow_shared_device=True for a test under MPS"
+                    f"ranks {', '.join(map(str, sharing))} are all on GPU {answers[rank]['device']}; give each rank "
+                    "its own GPU (torch.cuda.set_device), or set allow_shared_device=True for a test under MPS"
                 )
             env.allow_overlapping_devices()
         num_sms = answers[rank]["num_sms"]
@@ -130,8 +155,8 @@ class LlEngine:
         )
         if is_tma and capability < _TMA_CAPABILITY:
             raise ConfigError(
-                f"copy_path is TMA, but GPU {self.device} has compute capability {capability[0]}.{capability[1]}; allowed: "
-                f"TMA from {_TMA_CAPABILITY[0]}.{_TMA_CAPABILITY[1]}, else PLAIN or AUTO"
+                f"copy_path is TMA, but GPU {self.device} has compute capability {capability[0]}.{capability[1]}; "
+                f"allowed: TMA from {_TMA_CAPABILITY[0]}.{_TMA_CAPABILITY[1]}, else PLAIN or AUTO"
             )
         return _C.MoELowLatencyRuntime.on_cuda(settings, self.device.index, is_tma)
 
@@ -309,8 +334,8 @@ class LlEngine:
             f"{rank} (process {self._peers[rank].pid} has ended)" if dead else str(rank) for rank in ranks
         )
         raise PeerTimeoutError(
-            f"rank {self.rank}: {phase} of epoch {report.epoch} waited longer than timeout_s = {self.config.timeout_s} s "
-            f"for rank {names}; last epoch seen from rank {ranks[0]}: {report.seen_epoch}; flags missing from ranks "
+            f"rank {self.rank}: {phase} of epoch {report.epoch} waited longer than timeout_s = {self.config.timeout_s} "
+            f"s for rank {names}; last epoch seen from rank {ranks[0]}: {report.seen_epoch}; flags missing from ranks "
             f"{report.missing}",
             ranks=ranks,
             phase=phase,

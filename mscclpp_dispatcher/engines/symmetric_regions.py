@@ -20,6 +20,8 @@ class SymmetricRegions:
         import torch.distributed._symmetric_memory as symm_mem
 
         error = None
+        if bootstrap.process_group is None:
+            error = "the CUDA engine needs a torch.distributed ProcessGroup, not a StoreGroup"
         try:
             self.local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
             self.local.zero_()
@@ -29,7 +31,7 @@ class SymmetricRegions:
         bootstrap.agree("symmetric memory", {}, error)
         error = None
         try:
-            self._handle = symm_mem.rendezvous(self.local, bootstrap.group)
+            self._handle = symm_mem.rendezvous(self.local, bootstrap.process_group)
             self.addresses = [int(address) for address in self._handle.buffer_ptrs]
             if len(self.addresses) != bootstrap.num_ranks:
                 error = f"torch mapped {len(self.addresses)} regions for {bootstrap.num_ranks} ranks"
