@@ -232,9 +232,11 @@ def _run_rank(rank: int, num_ranks: int, store: str, cases: list[BenchCase], opt
     dist.destroy_process_group()
 
 
-def _machine() -> dict[str, object]:
+def _machine(commit: str | None) -> dict[str, object]:
     is_cuda = torch.cuda.is_available()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    if commit is None:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = git.stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if is_cuda else platform.processor() or platform.machine(),
@@ -268,6 +270,7 @@ def main() -> int:
     parser.add_argument("--copy-path", choices=[path.value for path in CopyPath], default=CopyPath.AUTO.value)
     parser.add_argument("--num-blocks", type=int)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
     args = parser.parse_args()
     cases = [case for case in CASES if not args.cases or case.name in args.cases]
     if not cases:
@@ -285,7 +288,7 @@ def main() -> int:
         print("several ranks share one GPU: figures are bound by its memory, they are not NVLink figures")
     _print_table(results)
     if args.json:
-        args.json.write_text(json.dumps({**_machine(), "results": results}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**_machine(args.commit), "results": results}, indent=1) + "\n")
     return 0
 
 

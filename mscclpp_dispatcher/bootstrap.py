@@ -14,6 +14,7 @@ import os
 import pathlib
 import socket
 import time
+import weakref
 
 import torch.distributed as dist
 
@@ -48,7 +49,10 @@ class Bootstrap:
     Dispatchers on one group must be made in the same order on all ranks (as any collective).
     """
 
-    _counters: dict[tuple[str, int], itertools.count] = {}  # noqa: RUF012 - shared by design: one per group and rank
+    # Dispatchers made so far on a store, by group and rank: the same number on all ranks names the same meeting.
+    _counters: weakref.WeakKeyDictionary[dist.Store, dict[tuple[str, int], itertools.count]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self, group: dist.ProcessGroup | StoreGroup | None, timeout_s: float) -> None:
         if not isinstance(group, StoreGroup):
@@ -57,7 +61,8 @@ class Bootstrap:
         self.rank, self.num_ranks = group.rank, group.num_ranks
         self._timeout_s = timeout_s
         self._store = group.store
-        counter = self._counters.setdefault((group.name, group.rank), itertools.count())
+        counters = self._counters.setdefault(group.store, {})
+        counter = counters.setdefault((group.name, group.rank), itertools.count())
         self._prefix = f"mscclpp_dispatcher/{group.name}/{next(counter)}"
         self._step = itertools.count()
         self._own_keys: list[str] = []

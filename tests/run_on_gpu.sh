@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
 # Builds for this machine's GPU, tests several ranks on it under MPS, checks with compute-sanitizer, and measures.
-#   tests/run_on_gpu.sh OUT_DIR [build test sanitize bench]
-# Needs torch, pybind11, scikit-build-core, cmake, ninja, pytest, hypothesis and nvcc; installs nothing else.
+#   tests/run_on_gpu.sh OUT_DIR [build sanitize test bench]
+# Writes OUT_DIR/gpu.json (what ran, what passed) and OUT_DIR/bench.json. Needs torch, pybind11, scikit-build-core, cmake,
+# ninja, pytest, pytest-timeout, hypothesis and nvcc; installs nothing else. COMMIT names the tree where git cannot;
+# TEST_ARGS and BENCH_ARGS go to pytest and to benchmarks/bench.py.
 set -u
-out=$1
+out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
-steps=${*:-build test sanitize bench}
+steps=${*:-build sanitize test bench}
 cd "$(dirname "$0")/.."
-mkdir -p "$out"
+commit=${COMMIT:-$(git rev-parse HEAD 2> /dev/null || echo unknown)}
 status=0
 note() { printf '\n== %s (%s)\n' "$1" "$(date +%T)"; }
 has_step() { [[ " $steps " == *" $1 "* ]]; }
+record() { printf '%s\t%s\t%s\n' "$1" "$2" "$3" >> "$out/steps.tsv"; }
+: > "$out/steps.tsv"
 
 if has_step build; then
   note build
@@ -21,16 +25,50 @@ if has_step build; then
     { tail -30 "$out/build.log"; exit 1; }
 fi
 
-if has_step test; then
-  for ranks in ${GPU_TEST_RANKS:-2 4 8}; do
-    note "tests, at most $ranks ranks"
+if has_step sanitize; then
+  # Only our kernels: torch's initialise and read memory in ways of their own.
+  for tool in memcheck racecheck synccheck initcheck; do
+    note "compute-sanitizer $tool"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${SANITIZE_LIMIT_S:-120}" compute-sanitizer --tool "$tool" \
+      --kernel-name regex:ll_ --error-exitcode 9 python3 tests/sanitize.py > "$out/$tool.log" 2>&1
+    code=$?
+    tail -3 "$out/$tool.log"
+    [[ $code == 0 ]] || status=1
+    record "compute-sanitizer $tool" "$code" "$(grep -h 'cases exact' "$out/$tool.log" | tail -1)"
   done
+fi
+
+if has_step test; then
+  note tests
+  MSCCLPP_DISPATCHER_TEST_DEVICE=cuda benchmarks/mps.sh timeout "${TEST_LIMIT_S:-500}" \
+    python3 -m pytest -q -p no:cacheprovider --junit-xml "$out/tests.xml" ${TEST_ARGS:-} > "$out/tests.log" 2>&1
+  code=$?
+  tail -40 "$out/tests.log"
+  [[ $code == 0 ]] || status=1
+  record "pytest ${TEST_ARGS:-}" "$code" "$(tail -1 "$out/tests.log")"
 fi
 
 if has_step bench; then
   note bench
-  benchmarks/mps.sh timeout "${GPU_BENCH_LIMIT_S:-240}" python3 benchmarks/bench.py ${GPU_BENCH_ARGS:---ranks 2 4 8} \
-    --json "$out/bench.json" 2>&1 | tee "$out/bench.log" | tail -40
-  [[ ${PIPESTATUS[0]} == 0 ]] || status=1
+  benchmarks/mps.sh timeout "${BENCH_LIMIT_S:-240}" python3 benchmarks/bench.py ${BENCH_ARGS:---ranks 2 4 8} \
+    --commit "$commit" --json "$out/bench.json" > "$out/bench.log" 2>&1
+  code=$?
+  tail -30 "$out/bench.log"
+  [[ $code == 0 ]] || status=1
+  record "benchmarks/bench.py ${BENCH_ARGS:---ranks 2 4 8}" "$code" ""
 fi
+
+GPU=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1) COMMIT=$commit OUT_DIR=$out python3 - << 'PYTHON'
+import datetime, json, os, pathlib
+
+out = pathlib.Path(os.environ["OUT_DIR"])
+steps = [line.split("\t") for line in (out / "steps.tsv").read_text().splitlines()]
+report = {
+    "gpu": os.environ["GPU"],
+    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    "commit": os.environ["COMMIT"],
+    "steps": [{"command": command, "exit_status": int(code), "summary": summary} for command, code, summary in steps],
+}
+(out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+PYTHON
 exit $status

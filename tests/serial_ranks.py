@@ -52,8 +52,7 @@ class SerialRanks:
                 return _PlainRegions(tensors, rank)
 
             try:
-                # A name of its own keeps groups of earlier tests apart.
-                bootstrap = Bootstrap(StoreGroup(store, rank, num_ranks, f"serial-{id(store)}"), 60)
+                bootstrap = Bootstrap(StoreGroup(store, rank, num_ranks), 60)
                 engines[rank] = LlEngine(config, bootstrap, self.device, make_regions)
             except BaseException as failure:  # noqa: BLE001 - handed to the caller's thread below
                 failures.append(failure)
