@@ -82,6 +82,12 @@ class Rank:
         )
 
 
+def segments_of(pids: Collection[int]) -> list[str]:
+    """Names of the CPU engine's shared-memory segments that the processes have left to be seen."""
+    names = (path.name for path in pathlib.Path("/dev/shm").glob("mscclpp_dispatcher-*"))
+    return [name for name in names if int(name.split("-")[2]) in pids]
+
+
 # ---------------------------------------------------------------------- worker side
 
 
@@ -247,6 +253,10 @@ class Pool:
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
 
     def exit_codes(self, limit_s: float) -> list[int | None]:
         """Waits until the processes have ended; None for one that has not."""

@@ -30,7 +30,7 @@ if has_step sanitize; then
   for tool in memcheck racecheck synccheck initcheck; do
     note "compute-sanitizer $tool"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${SANITIZE_LIMIT_S:-120}" compute-sanitizer --tool "$tool" \
-      --kernel-name regex:ll_ --error-exitcode 9 python3 tests/sanitize.py > "$out/$tool.log" 2>&1
+      --kernel-name kns=ll_ --error-exitcode 9 python3 tests/sanitize.py > "$out/$tool.log" 2>&1
     code=$?
     tail -3 "$out/$tool.log"
     [[ $code == 0 ]] || status=1

@@ -45,7 +45,7 @@ def main() -> None:
                     num_rounds=2,
                     **variant,
                 )
-                run_serial_case(case, "cuda")
+                run_serial_case(case, "cuda:0")
                 num_cases += 1
     print(f"{num_cases} cases exact")
 

@@ -16,9 +16,13 @@ from mscclpp_dispatcher import reference
 from mscclpp_dispatcher.reference import ScalingExperts, TokenBatch
 
 
+DEVICE = "cuda:0" if DEVICE_TYPE == "cuda" else "cpu"
+
+
 def run_serial_case(case: Case, device: str) -> None:
     """All rounds of the case, every rank in this process."""
-    config = dataclasses.replace(case.config(), allow_shared_device=True, num_blocks=2 if device == "cuda" else None)
+    num_blocks = None if device == "cpu" else 2
+    config = dataclasses.replace(case.config(), allow_shared_device=True, num_blocks=num_blocks)
     ranks = SerialRanks(config, case.num_ranks, device)
     experts = [
         ScalingExperts(config, config.local_experts(rank, case.num_ranks), device) for rank in range(case.num_ranks)
@@ -46,7 +50,7 @@ def run_serial_case(case: Case, device: str) -> None:
     ranks.close()
 
 
-def _case(num_ranks: int, **fields: object) -> Case:
+def _serial_case(num_ranks: int, **fields: object) -> Case:
     num_tokens = tuple((3 * rank + 1) % 6 for rank in range(num_ranks))
     return Case(
         name=f"serial_{num_ranks}",
@@ -63,7 +67,7 @@ def _case(num_ranks: int, **fields: object) -> Case:
 @pytest.mark.parametrize("layout", [EXPERT_MAJOR, RANK_MAJOR], ids=lambda layout: layout.value)
 @pytest.mark.parametrize("combine_mode", [LOCAL_REDUCE, DIRECT_SEND], ids=lambda mode: mode.value)
 def test_many_ranks(num_ranks, layout, combine_mode):
-    run_serial_case(_case(num_ranks, layout=layout, combine_mode=combine_mode), DEVICE_TYPE)
+    run_serial_case(_serial_case(num_ranks, layout=layout, combine_mode=combine_mode), DEVICE)
 
 
 @pytest.mark.parametrize("layout", [EXPERT_MAJOR, RANK_MAJOR], ids=lambda layout: layout.value)
@@ -79,11 +83,11 @@ def test_more_tokens_than_a_tile(layout):
         layout=layout,
         num_rounds=2,
     )
-    run_serial_case(case, DEVICE_TYPE)
+    run_serial_case(case, DEVICE)
 
 
 @pytest.mark.parametrize("layout", [EXPERT_MAJOR, RANK_MAJOR], ids=lambda layout: layout.value)
 def test_row_in_several_pieces(layout):
     """Rows longer than a bulk copy's stage travel in pieces; the last one is smaller."""
     case = Case(name="pieces", num_tokens=(3, 5), hidden=20488, num_experts=4, num_topk=2, layout=layout, num_rounds=2)
-    run_serial_case(case, DEVICE_TYPE)
+    run_serial_case(case, DEVICE)

@@ -16,13 +16,13 @@
 namespace mscclpp_dispatcher {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTileTerms = 1024; // addends prepared at a time
 constexpr int kVectors = 2;      // 16-byte vectors of a row per lane
 // Addends in flight per lane. They wait in shared memory, where 192 KiB per SM fit, because registers hold too few to
 // cover the memory's latency when a row has only one or two addends.
-constexpr int kDepths[] = {12, 8, 4, 2}; // the first whose ring fits
+constexpr int kDepths[] = {6, 4, 2}; // the first whose ring fits
 constexpr int kStageBytes = kVectors * kThreads * static_cast<int>(sizeof(uint4));
 
 // The rows in work: for each, its addends packed in order. A row to write that has none gets one null addend.
@@ -181,10 +181,8 @@ private:
 // Waits for the oldest of `depth` groups; the instruction takes a constant.
 __device__ __forceinline__ void wait_oldest(int depth) {
   switch (depth) {
-  case 12:
-    return ptx::copy_async_wait<11>();
-  case 8:
-    return ptx::copy_async_wait<7>();
+  case 6:
+    return ptx::copy_async_wait<5>();
   case 4:
     return ptx::copy_async_wait<3>();
   default:
