@@ -23,7 +23,8 @@ class Dispatcher:
     Making it is collective over the group; it allocates everything, so that every later call can be
     captured in a CUDA graph. Calls of one slot must follow each other in stream order (dispatch,
     experts, combine, the next dispatch); on CUDA they run on ``torch.cuda.current_stream()``. All
-    ranks must execute the same sequence of operations per slot, eager or replayed in any mixture.
+    ranks must execute the same sequence of operations per slot, eager or replayed in any mixture, and
+    the same order of slots where slots share a stream.
 
     Args:
         config: equal on all ranks.
@@ -110,7 +111,8 @@ class Dispatcher:
 
         Raises:
             InputError: wrong dtype, shape or device; a bad id (CPU, or check_ids=True; otherwise the
-                route is dropped and the next call raises); unlike active_tokens_per_rank.
+                route is dropped and the next call raises instead of starting: repeat it, the peers
+                wait for it); unlike active_tokens_per_rank.
             CapacityError: more than max_tokens_per_rank tokens, or more than num_slots in flight.
             HandleError: the dispatcher is destroyed.
             PeerTimeoutError: a rank did not come (on CUDA raised by the next call).
@@ -157,13 +159,13 @@ class Dispatcher:
         if self.capabilities.checks_ids:
             validation.check_ids(self.config, self.rank, topk_ids)
         if validation.needs_copy(x):
-            x = x.contiguous()
+            x = x.clone(memory_format=torch.contiguous_format)
         handle = DispatchHandle(self._id, self._free_slot(), next(self._epochs), x.shape[0], active)
         self._in_flight[handle.slot] = handle
         weights = None if topk_weights is None else topk_weights.contiguous()
         try:
             engine.dispatch_send(handle, x, topk_ids.contiguous(), weights, and_recv=and_recv)
-        except InputError:
+        except (ValueError, RuntimeError):  # refused, or not launched: nothing is in flight
             self._release(handle)
             raise
         handle.state = HandleState.DISPATCHED if and_recv else HandleState.DISPATCH_SENT
@@ -184,15 +186,17 @@ class Dispatcher:
     def expert_output_buffer(self, handle: DispatchHandle) -> torch.Tensor:
         """A tensor to write the experts' rows to, for ``combine``; saves a copy where peers read it.
 
+        Until ``dispatch_recv`` has returned, peers may still read the last round's rows from it.
+
         Returns:
             Payload dtype, shaped as ``expert_output`` of ``combine``; owned by the dispatcher, valid
             until this handle's combine.
 
         Raises:
-            HandleError: not a handle in flight.
+            HandleError: not a received dispatch in flight.
         """
         engine = self._ready_engine()
-        validation.check_handle(self.rank, self._id, handle, HandleState.DISPATCH_SENT, HandleState.DISPATCHED)
+        validation.check_handle(self.rank, self._id, handle, HandleState.DISPATCHED)
         return engine.expert_output_buffer(handle)
 
     def combine(

@@ -15,6 +15,7 @@ import pathlib
 import socket
 import time
 import weakref
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -50,7 +51,7 @@ class Bootstrap:
     """
 
     # Dispatchers made so far on a store, by group and rank: the same number on all ranks names the same meeting.
-    _counters: weakref.WeakKeyDictionary[dist.Store, dict[tuple[str, int], itertools.count]] = (
+    _counters: ClassVar[weakref.WeakKeyDictionary[dist.Store, dict[tuple[str, int], itertools.count]]] = (
         weakref.WeakKeyDictionary()
     )
 
@@ -64,7 +65,7 @@ class Bootstrap:
         counters = self._counters.setdefault(group.store, {})
         counter = counters.setdefault((group.name, group.rank), itertools.count())
         self._prefix = f"mscclpp_dispatcher/{group.name}/{next(counter)}"
-        self._step = itertools.count()
+        self._step = 0
         self._own_keys: list[str] = []
 
     def exchange(self, name: str, data: bytes) -> list[bytes]:
@@ -77,8 +78,8 @@ class Bootstrap:
         Raises:
             PeerTimeoutError: ranks did not come within the limit; names them.
         """
-        step = next(self._step)
-        keys = [f"{self._prefix}/{step}/{rank}" for rank in range(self.num_ranks)]
+        # With the name in the key, ranks at different meetings time out instead of passing each other.
+        keys = [f"{self._prefix}/{self._step}/{name}/{rank}" for rank in range(self.num_ranks)]
         self._store.set(keys[self.rank], data or b"\0")
         deadline = time.monotonic() + self._timeout_s if self._timeout_s else float("inf")
         pause_s = _POLL_S[0]
@@ -86,6 +87,7 @@ class Bootstrap:
             if time.monotonic() > deadline:
                 missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 if missing:
+                    self._store.delete_key(keys[self.rank])  # a later call meets the others at this same step
                     raise PeerTimeoutError(
                         f"rank {self.rank}: {_ranks(missing)} did not reach step '{name}' within "
                         f"init_timeout_s = {self._timeout_s} s",
@@ -95,7 +97,8 @@ class Bootstrap:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S[1])
         gathered = [bytes(self._store.get(key)) if data else b"" for key in keys]
-        # Everyone has finished reading a step before the last once this step is complete.
+        self._step += 1
+        # Everyone has finished reading the step before once this one is complete.
         self._own_keys.append(keys[self.rank])
         if len(self._own_keys) > 1:
             self._store.delete_key(self._own_keys.pop(0))

@@ -49,7 +49,8 @@ def run_ranks(pools: launcher.Pools) -> Callable[..., list[Any]]:
         try:
             return pools.get(num_ranks).run(function, *args, limit_s=limit_s)
         except launcher.RanksFailedError as failure:
-            pytest.fail(str(failure), pytrace=False)
+            report = str(failure)
+        pytest.fail(report, pytrace=False)
 
     return run
 

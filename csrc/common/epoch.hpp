@@ -5,7 +5,7 @@
 // epoch base and all flag words to `first_epoch` (never to zero: near 2^32 a zero would look newer), and assigns
 // each operation its delta. A kernel computes
 //     epoch = epoch_base[slot] + Workload.epoch_delta
-// once, at its start. Dispatch and its combine read the same base, because only the last block to finish a
+// once, at its start. Dispatch and its combine read the same base, because only the last block to start a
 // combine's receive half moves it, after every block of that launch has read it. So a replay, which runs the same
 // Workload again, gets a new epoch, and eager calls and replays of several graphs may follow each other freely.
 #pragma once

@@ -29,6 +29,13 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* word) {
   return value;
 }
 
+// Adds and returns the old value; orders this thread's reads before it and its later writes after it, on this device.
+__device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(value) : "memory");
+  return old;
+}
+
 __device__ __forceinline__ uint64_t global_time_ns() {
   uint64_t time;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));

@@ -25,13 +25,19 @@ struct SlotView {
   __device__ __forceinline__ volatile uint32_t* abort_word() const {
     return table_field<uint32_t>(context.peer_base[context.rank], layout.abort);
   }
-  // The launch's epoch; nobody moves the base while a block of the launch may still read it (epoch.hpp).
-  __device__ __forceinline__ uint32_t epoch() const { return *own<uint32_t>(layout.epoch_base) + workload.epoch_delta; }
   // Row number of a token of this rank at its destinations.
   __device__ __forceinline__ int64_t source_row(int token) const {
     return static_cast<int64_t>(context.rank) * workload.active_tokens_per_rank + token;
   }
 };
+
+// Reads the launch's epoch; false if an earlier wait of this rank gave up, the same for all threads of a block (a block
+// that sends part of its rows must not publish its flag). After the barrier all of them have read the base, which the
+// last block may move from then on (epoch.hpp).
+__device__ __forceinline__ bool begin_launch(const SlotView& slot, uint32_t* epoch) {
+  *epoch = *slot.own<volatile uint32_t>(slot.layout.epoch_base) + slot.workload.epoch_delta;
+  return !__syncthreads_or(*slot.abort_word());
+}
 
 __device__ __forceinline__ void report_timeout(const SlotView& slot, Phase phase, uint32_t epoch) {
   *slot.abort_word() = 1;

@@ -7,22 +7,22 @@ import dataclasses
 
 import pytest
 import torch
-from cases import DIRECT_SEND, EXPERT_MAJOR, LOCAL_REDUCE, RANK_MAJOR, Case
+from cases import DIRECT_SEND, EXPERT_MAJOR, LOCAL_REDUCE, RANK_MAJOR, VARIANTS, Case
 from checks import assert_equal, check_dispatch, is_read_row
 from launcher import DEVICE_TYPE
 from serial_ranks import SerialRanks
 
-from mscclpp_dispatcher import reference
+from mscclpp_dispatcher import CopyPath, Payload, reference
 from mscclpp_dispatcher.reference import ScalingExperts, TokenBatch
-
 
 DEVICE = "cuda:0" if DEVICE_TYPE == "cuda" else "cpu"
 
 
-def run_serial_case(case: Case, device: str) -> None:
+def run_serial_case(case: Case, copy_path: CopyPath = CopyPath.AUTO) -> None:
     """All rounds of the case, every rank in this process."""
-    num_blocks = None if device == "cpu" else 2
-    config = dataclasses.replace(case.config(), allow_shared_device=True, num_blocks=num_blocks)
+    device = DEVICE
+    settings = {} if device == "cpu" else {"allow_shared_device": True, "num_blocks": 2, "copy_path": copy_path}
+    config = dataclasses.replace(case.config(), **settings)
     ranks = SerialRanks(config, case.num_ranks, device)
     experts = [
         ScalingExperts(config, config.local_experts(rank, case.num_ranks), device) for rank in range(case.num_ranks)
@@ -63,11 +63,30 @@ def _serial_case(num_ranks: int, **fields: object) -> Case:
     )
 
 
+@pytest.mark.parametrize("payload", Payload, ids=lambda payload: payload.value)
+@pytest.mark.parametrize("copy_path", [CopyPath.TMA, CopyPath.PLAIN], ids=lambda path: path.value)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kernel(variant, copy_path, payload):
+    """Each kernel on a small case: what compute-sanitizer runs too."""
+    case = Case(
+        name=variant,
+        num_tokens=(5, 0, 3),
+        num_experts=7,
+        num_topk=3,
+        hidden=72,
+        routing="repeated",
+        payload=payload,
+        num_rounds=2,
+        **VARIANTS[variant],
+    )
+    run_serial_case(case, copy_path)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 16, 33, 64])
 @pytest.mark.parametrize("layout", [EXPERT_MAJOR, RANK_MAJOR], ids=lambda layout: layout.value)
 @pytest.mark.parametrize("combine_mode", [LOCAL_REDUCE, DIRECT_SEND], ids=lambda mode: mode.value)
 def test_many_ranks(num_ranks, layout, combine_mode):
-    run_serial_case(_serial_case(num_ranks, layout=layout, combine_mode=combine_mode), DEVICE)
+    run_serial_case(_serial_case(num_ranks, layout=layout, combine_mode=combine_mode))
 
 
 @pytest.mark.parametrize("layout", [EXPERT_MAJOR, RANK_MAJOR], ids=lambda layout: layout.value)
@@ -83,11 +102,11 @@ def test_more_tokens_than_a_tile(layout):
         layout=layout,
         num_rounds=2,
     )
-    run_serial_case(case, DEVICE)
+    run_serial_case(case)
 
 
 @pytest.mark.parametrize("layout", [EXPERT_MAJOR, RANK_MAJOR], ids=lambda layout: layout.value)
 def test_row_in_several_pieces(layout):
     """Rows longer than a bulk copy's stage travel in pieces; the last one is smaller."""
     case = Case(name="pieces", num_tokens=(3, 5), hidden=20488, num_experts=4, num_topk=2, layout=layout, num_rounds=2)
-    run_serial_case(case, DEVICE)
+    run_serial_case(case)

@@ -311,12 +311,12 @@ template <typename Element> __device__ void fill_nan(const Workload& w, uint8_t*
   }
 }
 
-// Every block has read the epoch base before it takes a ticket, so the last one may move it. Nothing of this launch
-// reads it again, and the next launch of the slot starts after this one.
+// All threads of a block have read the epoch base before the block takes a ticket (begin_launch), so the last one may
+// move it. Nothing of this launch reads it again, and the next launch of the slot starts after this one.
 __device__ void advance_epoch(const SlotView& slot, uint32_t epoch) {
   if (threadIdx.x == kThreads - 1) {
     uint32_t* ticket = slot.own<uint32_t>(slot.layout.ticket);
-    if (atomicAdd(ticket, 1) == gridDim.x - 1) {
+    if (ptx::add_acq_rel_gpu(ticket, 1) == gridDim.x - 1) {
       *ticket = 0;
       *slot.own<uint32_t>(slot.layout.epoch_base) = epoch;
     }
@@ -332,8 +332,8 @@ __global__ __launch_bounds__(kThreads, 1) void ll_combine_kernel(const __grid_co
   extern __shared__ uint4 vectors[];
   const Ring ring{vectors, depth};
   const SlotView slot{workload, context, layout};
-  const uint32_t epoch = slot.epoch();
-  if (*slot.abort_word()) {
+  uint32_t epoch;
+  if (!begin_launch(slot, &epoch)) {
     fill_nan<Element>(workload, buffers.out);
     return;
   }

@@ -97,6 +97,7 @@ public:
     publish_headers();
     if (kIsExpertMajor) {
       publish_counts_and_count_earlier_tokens();
+      begin_wait(slot_, epoch_, Phase::kDispatch); // for the counts of lower ranks
     }
     for (int first = begin_; first < end_; first += tile_tokens) {
       const int num_tokens = min(tile_tokens, end_ - first);
@@ -197,9 +198,6 @@ private:
     __syncthreads();
     bool has_failed = false;
     const int num_lower = slot_.context.rank;
-    if (first == begin_ && num_lower > 0) {
-      begin_wait(slot_, epoch_, Phase::kDispatch);
-    }
     const uint64_t* counts = slot_.own<uint64_t>(slot_.layout.expert_counts);
     for (int i = threadIdx.x; i < num_routes * num_lower; i += kThreads) {
       const int route = i / num_lower;
@@ -541,8 +539,8 @@ __global__ __launch_bounds__(kThreads, 1) void ll_dispatch_kernel(const __grid_c
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ Tile tile;
   const SlotView slot{workload, context, layout};
-  const uint32_t epoch = slot.epoch();
-  if (*slot.abort_word()) {
+  uint32_t epoch;
+  if (!begin_launch(slot, &epoch)) {
     return;
   }
   stress_delay(context);
