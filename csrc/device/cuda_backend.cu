@@ -38,6 +38,16 @@ private:
   bool is_changed_ = false;
 };
 
+// Lets this thread use a stream of its own while it captures another.
+class RelaxedCapture {
+public:
+  RelaxedCapture() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "relaxing the capture mode"); }
+  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class CudaBackend final : public LlBackend {
 public:
   CudaBackend(int device_idx, bool is_tma, Payload payload, const RegionShape& shape) : device_idx_(device_idx) {
@@ -78,8 +88,10 @@ public:
   FaultWords* fault_words() override { return faults_; }
 
 private:
+  // A time-out may have to be explained while the caller captures a graph: that capture must not see these copies.
   void copy(void* to, const void* from, size_t bytes) {
     const DeviceScope scope(device_idx_);
+    const RelaxedCapture relaxed;
     check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "copying control words");
     check_cuda(cudaStreamSynchronize(stream_), "copying control words");
   }

@@ -107,7 +107,7 @@ def run(options: argparse.Namespace, folder: str) -> int:
             max_tokens_per_rank=options.batch,
             layout=DispatchLayout(options.layout),
             combine_mode=CombineMode(options.combine),
-            timeout_s=min(60.0, options.timeout),
+            timeout_s=min(60.0, options.timeout / 2),
             allow_shared_device=is_shared,
         ),
         batches=plan_batches(

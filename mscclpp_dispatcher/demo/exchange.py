@@ -3,7 +3,8 @@
 
 ``DispatcherExchange`` is what an inference engine does on each rank: dispatch, experts, combine.
 ``ReferenceExchange`` holds all ranks in one process and moves rows with the package's reference.
-Both run ``run_experts`` on tensors of the same shapes, so their arithmetic is equal bit for bit.
+``EmptyExchange`` moves nothing. All run ``run_experts`` on tensors of the same shapes, so their
+arithmetic is equal bit for bit.
 """
 
 from __future__ import annotations
@@ -114,6 +115,20 @@ class DispatcherExchange:
             expert_output = run_experts(self._experts[layer_idx], config, recv, out)
         with phase("combine"):
             return [self._dispatcher.combine(expert_output, handle)]
+
+
+class EmptyExchange:
+    """This rank's experts on what it would receive if no rank had tokens; nothing is exchanged."""
+
+    def __init__(self, dispatcher: Dispatcher, model: MoeTransformer) -> None:
+        self._config, self._rank, self._num_ranks = dispatcher.config, dispatcher.rank, dispatcher.num_ranks
+        self._experts = [block.experts for block in model.blocks]
+
+    def __call__(self, layer_idx: int, routed: list[Routed]) -> list[torch.Tensor]:
+        no_tokens = reference.TokenBatch(*(tensor[:0] for tensor in routed[0]))
+        recv = reference.dispatch_to_rank(self._config, [no_tokens] * self._num_ranks, self._rank)
+        run_experts(self._experts[layer_idx], self._config, recv)
+        return [torch.zeros_like(routed[0][0])]
 
 
 class ReferenceExchange:

@@ -23,7 +23,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from mscclpp_dispatcher.api import Dispatcher
 from mscclpp_dispatcher.config import DispatcherConfig
 from mscclpp_dispatcher.demo.decode import DecodeState, RankBatch, decode_step
-from mscclpp_dispatcher.demo.exchange import DispatcherExchange, PhaseTimer
+from mscclpp_dispatcher.demo.exchange import DispatcherExchange, EmptyExchange, PhaseTimer
 from mscclpp_dispatcher.demo.model import ModelConfig, MoeTransformer
 from mscclpp_dispatcher.demo.progress import Bars
 from mscclpp_dispatcher.demo.train import load_checkpoint
@@ -106,6 +106,7 @@ class _Decoder:
         self._num_busy_steps = batch.num_steps
         self.state = DecodeState(plan.model, batch, len(batch.prompts), device)
         self._idle_state = DecodeState(plan.model, batch, 0, device)
+        self._dispatcher = dispatcher
         self._exchange = DispatcherExchange(dispatcher, self._model)
         self._device = device
         self._graphs: dict[DecodeState, torch.cuda.CUDAGraph] = {}
@@ -141,7 +142,11 @@ class _Decoder:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(self.state)  # warm-up: collective, so every rank does exactly one
+            # First alone: loading a kernel can wait for the device, and on a shared one for peers that wait for us.
+            decode_step([self._model], [self.state], EmptyExchange(self._dispatcher, self._model))
+            torch.cuda.synchronize()
+            dist.barrier()
+            self._step(self.state)  # collective, so every rank does exactly one
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         for state in (self.state, self._idle_state):
