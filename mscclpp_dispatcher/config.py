@@ -74,11 +74,10 @@ class Payload(enum.Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        return {
-            Payload.BF16: torch.bfloat16,
-            Payload.FP16: torch.float16,
-            Payload.FP32: torch.float32,
-        }[self]
+        return _DTYPES[self]
+
+
+_DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP16: torch.float16, Payload.FP32: torch.float32}
 
 
 class CopyPath(enum.Enum):

@@ -21,15 +21,18 @@ ID_DTYPES = (torch.int32, torch.int64)
 def _check_tensor(
     rank: int, name: str, value: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], device
 ) -> None:
+    """Checks one tensor; None in ``shape`` allows any size there."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"rank {rank}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
     if value.dtype not in dtypes:
         raise InputError(f"rank {rank}: {name} has dtype {value.dtype}; allowed: {', '.join(map(str, dtypes))}")
-    if value.dim() != len(shape) or any(
-        want not in (None, have) for want, have in zip(shape, value.shape, strict=True)
+    found = tuple(value.shape)
+    # The plain comparison first: this runs several times in every call.
+    if found != shape and (
+        len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True))
     ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise InputError(f"rank {rank}: {name} has shape {list(value.shape)}; allowed: [{wanted}]")
+        raise InputError(f"rank {rank}: {name} has shape {list(found)}; allowed: [{wanted}]")
     if value.device != device:
         raise InputError(f"rank {rank}: {name} is on {value.device}; the dispatcher is on {device}")
 
