@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import socket
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from mscclpp_dispatcher.errors import ConfigError, PeerTimeoutError
 
 _POLL_S = (0.0005, 0.02)
+_PRESENT, _LEFT = b"\1", b"\0"  # first byte of what a rank brings to a meeting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,29 +82,40 @@ class Bootstrap:
         """
         # With the name in the key, ranks at different meetings time out instead of passing each other.
         keys = [f"{self._prefix}/{self._step}/{name}/{rank}" for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], data or b"\0")
-        deadline = time.monotonic() + self._timeout_s if self._timeout_s else float("inf")
+        self._store.set(keys[self.rank], _PRESENT + data)
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s else math.inf
         pause_s = _POLL_S[0]
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
-                if missing:
-                    self._store.delete_key(keys[self.rank])  # a later call meets the others at this same step
-                    raise PeerTimeoutError(
-                        f"rank {self.rank}: {_ranks(missing)} did not reach step '{name}' within "
-                        f"init_timeout_s = {self._timeout_s} s",
-                        ranks=missing,
-                        phase=name,
-                    )
+        while (answers := self._answers(keys)) is None:
+            if time.monotonic() > deadline and (missing := self._missing(keys)):
+                self._store.set(keys[self.rank], _LEFT)  # a later call of this meeting by all ranks can succeed
+                raise PeerTimeoutError(
+                    f"rank {self.rank}: {_ranks(missing)} did not reach step '{name}' within "
+                    f"init_timeout_s = {self._timeout_s} s",
+                    ranks=missing,
+                    phase=name,
+                )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S[1])
-        gathered = [bytes(self._store.get(key)) if data else b"" for key in keys]
         self._step += 1
         # Everyone has finished reading the step before once this one is complete.
         self._own_keys.append(keys[self.rank])
         if len(self._own_keys) > 1:
             self._store.delete_key(self._own_keys.pop(0))
-        return gathered
+        return answers
+
+    def _answers(self, keys: list[str]) -> list[bytes] | None:
+        """What the ranks brought; None while one has not come, or has given up waiting."""
+        if not self._store.check(keys):
+            return None
+        values = [bytes(self._store.get(key)) for key in keys]
+        if any(value.startswith(_LEFT) for value in values):
+            return None
+        return [value.removeprefix(_PRESENT) for value in values]
+
+    def _missing(self, keys: list[str]) -> tuple[int, ...]:
+        """Ranks that have not come; if all have, those that gave up waiting."""
+        absent = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
+        return absent or tuple(rank for rank, key in enumerate(keys) if bytes(self._store.get(key)).startswith(_LEFT))
 
     def agree(self, name: str, value: dict, error: str | None = None) -> list[dict]:
         """All ranks' ``value``; if any rank has an ``error``, every rank raises it. Collective.
