@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Builds for this machine's GPU, tests several ranks on it under MPS, checks with compute-sanitizer, and measures.
-#   tests/run_on_gpu.sh OUT_DIR [build sanitize test bench]
+# Builds for this machine's GPU, runs the demo, tests several ranks on it under MPS, checks with compute-sanitizer, and
+# measures.
+#   tests/run_on_gpu.sh OUT_DIR [build demo sanitize bench replays test]
 # Writes OUT_DIR/gpu.json (what ran, what passed) and OUT_DIR/bench.json. Needs torch, pybind11, scikit-build-core, cmake,
 # ninja, pytest, pytest-timeout, hypothesis and nvcc; installs nothing else. COMMIT names the tree where git cannot;
-# TEST_ARGS and BENCH_ARGS go to pytest and to benchmarks/bench.py.
+# TEST_ARGS and BENCH_ARGS go to pytest and to benchmarks/bench.py; the *_LIMIT_S end a step.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
-steps=${*:-build sanitize test bench}
+steps=${*:-build demo sanitize bench replays test}
 cd "$(dirname "$0")/.."
 commit=${COMMIT:-$(git rev-parse HEAD 2> /dev/null || echo unknown)}
 status=0
@@ -23,6 +24,16 @@ if has_step build; then
     -C cmake.define.MSCCLPP_DISPATCHER_CUDA=ON \
     -C cmake.define.MSCCLPP_DISPATCHER_CUDA_ARCHITECTURES="${capability}-real" -e . > "$out/build.log" 2>&1 ||
     { tail -30 "$out/build.log"; exit 1; }
+fi
+
+if has_step demo; then
+  note demo
+  benchmarks/mps.sh timeout "${DEMO_LIMIT_S:-120}" python3 -u -m mscclpp_dispatcher.demo --ranks 4 --timeout 60 \
+    --plot "$out/demo.png" > "$out/demo.log" 2>&1
+  code=$?
+  tail -14 "$out/demo.log"
+  [[ $code == 0 ]] || status=1
+  record "python -m mscclpp_dispatcher.demo --ranks 4" "$code" "$(tail -1 "$out/demo.log")"
 fi
 
 if has_step sanitize; then
@@ -46,16 +57,6 @@ if has_step sanitize; then
   done
 fi
 
-if has_step test; then
-  note tests
-  MSCCLPP_DISPATCHER_TEST_DEVICE=cuda benchmarks/mps.sh timeout "${TEST_LIMIT_S:-500}" \
-    python3 -m pytest -q -p no:cacheprovider --junit-xml "$out/tests.xml" ${TEST_ARGS:-} > "$out/tests.log" 2>&1
-  code=$?
-  tail -40 "$out/tests.log"
-  [[ $code == 0 ]] || status=1
-  record "pytest ${TEST_ARGS:-}" "$code" "$(tail -1 "$out/tests.log")"
-fi
-
 if has_step bench; then
   note bench
   benchmarks/mps.sh timeout "${BENCH_LIMIT_S:-240}" python3 benchmarks/bench.py ${BENCH_ARGS:---ranks 2 4 8} \
@@ -64,6 +65,30 @@ if has_step bench; then
   tail -30 "$out/bench.log"
   [[ $code == 0 ]] || status=1
   record "benchmarks/bench.py ${BENCH_ARGS:---ranks 2 4 8}" "$code" ""
+fi
+
+# Ten thousand replays of one pair, with new tokens and routes, while some blocks are held back at random.
+if has_step replays; then
+  note "replays with random delays"
+  MSCCLPP_DISPATCHER_TEST_DEVICE=cuda MSCCLPP_DISPATCHER_TEST_REPLAYS=10000 \
+    MSCCLPP_DISPATCHER_STRESS_DELAY_NS=20000 benchmarks/mps.sh timeout -s INT "${REPLAYS_LIMIT_S:-300}" \
+    python3 -m pytest -q -p no:cacheprovider --timeout 290 tests/graph -k "long_replay and expert_reduce" \
+    > "$out/replays.log" 2>&1
+  code=$?
+  tail -5 "$out/replays.log"
+  [[ $code == 0 ]] || status=1
+  record "10000 replays of one pair, 2, 4 and 8 ranks, delays to 20 us in kernels" "$code" "$(tail -1 "$out/replays.log")"
+fi
+
+if has_step test; then
+  note tests
+  test_args=${TEST_ARGS:-tests/graph tests/faults tests/engine}
+  MSCCLPP_DISPATCHER_TEST_DEVICE=cuda benchmarks/mps.sh timeout -s INT "${TEST_LIMIT_S:-900}" \
+    python3 -m pytest -q -p no:cacheprovider --durations 5 $test_args > "$out/tests.log" 2>&1
+  code=$?
+  tail -40 "$out/tests.log"
+  [[ $code == 0 ]] || status=1
+  record "pytest $test_args" "$code" "$(tail -1 "$out/tests.log")"
 fi
 
 GPU=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -1) COMMIT=$commit OUT_DIR=$out python3 - << 'PYTHON'
