@@ -203,6 +203,10 @@ def _run_rank(rank: int, num_ranks: int, store: str, cases: list[BenchCase], opt
     if is_cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         settings["allow_shared_device"] = num_ranks > torch.cuda.device_count()
+        if options.num_blocks is None and settings.get("allow_shared_device"):
+            # Nothing but these kernels runs here, so they may take all SMs but a few.
+            num_sms = torch.cuda.get_device_properties(rank % torch.cuda.device_count()).multi_processor_count
+            settings["num_blocks"] = (num_sms - 4) * torch.cuda.device_count() // num_ranks
     for original in cases:
         case = original if is_cuda else original.scaled_for_cpu()
         with Dispatcher(case.config(**settings)) as dispatcher:
@@ -232,7 +236,7 @@ def _run_rank(rank: int, num_ranks: int, store: str, cases: list[BenchCase], opt
     dist.destroy_process_group()
 
 
-def _machine(commit: str | None) -> dict[str, object]:
+def _machine(commit: str | None, arguments: str) -> dict[str, object]:
     is_cuda = torch.cuda.is_available()
     if commit is None:
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
@@ -243,7 +247,7 @@ def _machine(commit: str | None) -> dict[str, object]:
         "num_devices": torch.cuda.device_count(),
         "torch": torch.__version__,
         "commit": commit or "unknown",
-        "command": " ".join(sys.argv),
+        "command": f"benchmarks/bench.py {arguments}",
     }
 
 
@@ -261,6 +265,10 @@ def _print_table(results: list[dict]) -> None:
         )
 
 
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
@@ -268,7 +276,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20, help="pairs per graph")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--copy-path", choices=[path.value for path in CopyPath], default=CopyPath.AUTO.value)
-    parser.add_argument("--num-blocks", type=int)
+    parser.add_argument("--num-blocks", type=int, help="of each kernel; default: the engine's choice, or all SMs")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--commit", help="of the measured tree, where git cannot tell")
     args = parser.parse_args()
@@ -288,7 +296,11 @@ def main() -> int:
         print("several ranks share one GPU: figures are bound by its memory, they are not NVLink figures")
     _print_table(results)
     if args.json:
-        args.json.write_text(json.dumps({**_machine(args.commit), "results": results}, indent=1) + "\n")
+        given = {
+            name: value for name, value in vars(args).items() if name not in ("json", "commit") and value is not None
+        }
+        arguments = " ".join(f"--{name.replace('_', '-')} {_words(value)}" for name, value in given.items())
+        args.json.write_text(json.dumps({**_machine(args.commit, arguments), "results": results}, indent=1) + "\n")
     return 0
 
 

@@ -116,8 +116,9 @@ class DispatcherConfig:
         recv_id_space: numbering of ``recv_topk_ids``.
         num_slots: dispatches that may be in flight at once; 2 for two-batch overlap. Buffers grow
             in proportion.
-        num_blocks: CUDA blocks of each kernel. None: the device's SMs shared by the ranks and slots
-            on it, at most 64. All blocks of all ranks that wait for each other must be resident.
+        num_blocks: CUDA blocks of each kernel, an SM each. None: as many as max_tokens_per_rank, from
+            8 to 64, within the device's SMs (half of them if ranks share it) over its ranks and slots.
+            All blocks of all ranks that wait for each other must be resident at once.
         copy_path: see CopyPath (CUDA only).
         timeout_s: limit of each wait for a peer, in seconds; 0 waits for ever.
         init_timeout_s: the same for making the dispatcher and ``reset``.

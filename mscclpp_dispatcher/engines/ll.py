@@ -27,7 +27,9 @@ from mscclpp_dispatcher.errors import ConfigError, InputError, PeerTimeoutError
 from mscclpp_dispatcher.types import DispatchHandle, DispatchOutput
 from mscclpp_dispatcher.validation import bad_id_message, expert_output_shape
 
-MAX_AUTO_BLOCKS = 64  # more blocks do not speed up a decode batch; they only take SMs from the experts
+# Blocks that are chosen when the config leaves num_blocks open. Each holds a whole SM while it waits.
+MAX_AUTO_BLOCKS = 64  # more do not speed up a decode batch; they only take SMs from the experts
+MIN_AUTO_BLOCKS = 8  # so few that they never matter, yet enough to read one token's rows at once
 _TMA_CAPABILITY = (9, 0)
 
 
@@ -119,8 +121,12 @@ class LlEngine:
         num_sms = answers[rank]["num_sms"]
         resident = len(sharing) * self.config.num_slots
         if self.config.num_blocks is None:
-            # A few SMs stay free for the kernels of others between ours.
-            return max(1, min(MAX_AUTO_BLOCKS, (num_sms - 4) // resident))
+            # On a shared GPU the blocks of ranks that wait must leave room for the compute of ranks that have not come
+            # yet, also for kernels launched as clusters, which need several free SMs side by side: half of the SMs.
+            free_sms = num_sms // 2 if len(sharing) > 1 else 4
+            # A block without tokens only writes and reads flags.
+            useful = max(MIN_AUTO_BLOCKS, self.config.max_tokens_per_rank)
+            return max(1, min(MAX_AUTO_BLOCKS, useful, (num_sms - free_sms) // resident))
         if self.config.num_blocks * resident > num_sms:
             raise ConfigError(
                 f"num_blocks is {self.config.num_blocks}: with {len(sharing)} ranks on the GPU of rank {rank} and "

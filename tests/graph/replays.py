@@ -11,7 +11,7 @@ import torch
 from cases import exact_weights, random_exact_rows
 from launcher import Rank
 
-from mscclpp_dispatcher import Dispatcher, DispatcherConfig, DispatchOutput, reference
+from mscclpp_dispatcher import Dispatcher, DispatcherConfig, DispatchHandle, DispatchOutput, reference
 from mscclpp_dispatcher.reference import ScalingExperts, TokenBatch
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond: far more than a round trip takes
@@ -36,8 +36,7 @@ class StaticTrips:
     """Several round trips after one another, each on static tensors of its own.
 
     Args:
-        num_tokens: of this rank in every trip.
-        tokens_per_rank: of all ranks.
+        tokens_per_rank: of all ranks, in every trip.
         num_trips: round trips of one launch.
         active: active_tokens_per_rank; None for the capacity.
         num_in_flight: dispatches before the first combine.
@@ -113,9 +112,10 @@ class StaticTrips:
         """All trips, eagerly or under capture. Collective."""
         for first in range(0, self._num_trips, self._num_in_flight):
             trips = range(first, min(first + self._num_in_flight, self._num_trips))
-            handles = [self._dispatch(trip_idx) for trip_idx in trips]
-            for trip_idx, handle in zip(trips, handles, strict=True):
-                output = self._receive(trip_idx, handle)
+            sent = [self._dispatch(self.inputs[trip_idx]) for trip_idx in trips]
+            for trip_idx, (output, handle) in zip(trips, sent, strict=True):
+                if output is None:
+                    output = self._dispatcher.dispatch_recv(handle)
                 self._keep(trip_idx, output)
                 buffer = self._dispatcher.expert_output_buffer(handle) if self._is_in_place else None
                 rows = self._experts(output, out=buffer)
@@ -125,17 +125,12 @@ class StaticTrips:
                 else:
                     self._dispatcher.combine(rows, handle, self.outs[trip_idx])
 
-    def _dispatch(self, trip_idx: int):
-        batch = self.inputs[trip_idx]
+    def _dispatch(self, batch: TokenBatch) -> tuple[DispatchOutput | None, DispatchHandle]:
+        """Sends a trip's tokens; the output is still to be received if split."""
         arguments = (batch.x, batch.topk_ids, batch.topk_weights)
         if self._is_split:
-            return self._dispatcher.dispatch_send(*arguments, active_tokens_per_rank=self._active)
-        self._output, handle = self._dispatcher.dispatch(*arguments, active_tokens_per_rank=self._active)
-        self._outputs = {**getattr(self, "_outputs", {}), trip_idx: self._output}
-        return handle
-
-    def _receive(self, trip_idx: int, handle) -> DispatchOutput:
-        return self._dispatcher.dispatch_recv(handle) if self._is_split else self._outputs.pop(trip_idx)
+            return None, self._dispatcher.dispatch_send(*arguments, active_tokens_per_rank=self._active)
+        return self._dispatcher.dispatch(*arguments, active_tokens_per_rank=self._active)
 
     def _keep(self, trip_idx: int, output: DispatchOutput) -> None:
         """Copies what arrived to tensors of this trip, since the next dispatch overwrites it."""
