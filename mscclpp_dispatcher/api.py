@@ -156,7 +156,7 @@ class Dispatcher:
         active = validation.check_dispatch(
             self.config, self.rank, self.device, x, topk_ids, topk_weights, active_tokens_per_rank
         )
-        if self.capabilities.checks_ids:
+        if self.capabilities.checks_ids and not self._is_capturing():
             validation.check_ids(self.config, self.rank, topk_ids)
         if validation.needs_copy(x):
             x = x.clone(memory_format=torch.contiguous_format)
@@ -170,6 +170,9 @@ class Dispatcher:
             raise
         handle.state = HandleState.DISPATCHED if and_recv else HandleState.DISPATCH_SENT
         return handle
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _free_slot(self) -> int:
         for slot, handle in enumerate(self._in_flight):

@@ -8,7 +8,6 @@ bytes (nothing is unpickled), and tells which rank is missing.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -46,14 +45,26 @@ class StoreGroup:
     name: str = "group"
 
 
+@dataclasses.dataclass
+class _History:
+    """What one rank has done on a group's store.
+
+    Attributes:
+        num_dispatchers: made so far; the same number on all ranks names the same meetings.
+        own_keys: this rank's keys that others may still read: of the last meeting, and any under way.
+    """
+
+    num_dispatchers: int = 0
+    own_keys: list[str] = dataclasses.field(default_factory=list)
+
+
 class Bootstrap:
     """Rank, size and byte exchange of one dispatcher's group.
 
     Dispatchers on one group must be made in the same order on all ranks (as any collective).
     """
 
-    # Dispatchers made so far on a store, by group and rank: the same number on all ranks names the same meeting.
-    _counters: ClassVar[weakref.WeakKeyDictionary[dist.Store, dict[tuple[str, int], itertools.count]]] = (
+    _histories: ClassVar[weakref.WeakKeyDictionary[dist.Store, dict[tuple[str, int], _History]]] = (
         weakref.WeakKeyDictionary()
     )
 
@@ -64,11 +75,12 @@ class Bootstrap:
         self.rank, self.num_ranks = group.rank, group.num_ranks
         self._timeout_s = timeout_s
         self._store = group.store
-        counters = self._counters.setdefault(group.store, {})
-        counter = counters.setdefault((group.name, group.rank), itertools.count())
-        self._prefix = f"mscclpp_dispatcher/{group.name}/{next(counter)}"
+        histories = self._histories.setdefault(group.store, {})
+        history = histories.setdefault((group.name, group.rank), _History())
+        self._prefix = f"mscclpp_dispatcher/{group.name}/{history.num_dispatchers}"
+        history.num_dispatchers += 1
+        self._own_keys = history.own_keys
         self._step = 0
-        self._own_keys: list[str] = []
 
     def exchange(self, name: str, data: bytes) -> list[bytes]:
         """All ranks' ``data``, in rank order. Collective.

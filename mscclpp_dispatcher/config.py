@@ -123,9 +123,9 @@ class DispatcherConfig:
         timeout_s: limit of each wait for a peer, in seconds; 0 waits for ever.
         init_timeout_s: the same for making the dispatcher and ``reset``.
         first_epoch: the round before the first one; tests start near 2**32 with it.
-        check_ids: on CUDA, read the ids back and refuse bad ones before sending (synchronizes; not
-            capturable). Without it the kernel drops them and the next call reports them. The CPU
-            engine always checks.
+        check_ids: on CUDA, read the ids back and refuse bad ones before sending (synchronizes).
+            Without it, and inside graphs, the kernel drops them and the next call reports them. The
+            CPU engine always checks.
         allow_shared_device: permit several ranks on one GPU (testing, under MPS).
 
     Raises:

@@ -129,7 +129,9 @@ def _answer(context: Rank, call: bytes) -> tuple[str, Any]:
     try:
         function, args = pickle.loads(call)
         return "returned", pickle.dumps(function(context, *args))
-    except Exception as failure:  # noqa: BLE001 - sent to the parent
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as failure:  # noqa: BLE001 - sent to the parent; what pytest.raises raises is no Exception
         return "raised", _describe(failure)
 
 
@@ -160,6 +162,7 @@ class Pool:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.is_usable = True
+        self._is_idle = False  # all workers wait for a call
         self._folder = tempfile.TemporaryDirectory(prefix="dispatcher-tests-")
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
@@ -204,13 +207,20 @@ class Pool:
         """
         assert self.is_usable, "the pool was discarded"
         call = pickle.dumps((function, args))
-        for pipe in self._pipes:
-            pipe.send((sys.path, call))
+        self._is_idle = False
+        is_reusable = False
         try:
-            return self._gather(function.__name__, limit_s, frozenset(expect_lost))
-        finally:
-            if expect_lost:
+            for rank, pipe in enumerate(self._pipes):
+                try:
+                    pipe.send((sys.path, call))
+                except BrokenPipeError:
+                    raise RanksFailedError(f"rank {rank} has ended since the last run") from None
+            results = self._gather(function.__name__, limit_s, frozenset(expect_lost))
+            is_reusable = not expect_lost
+        finally:  # also when pytest interrupts the wait
+            if not is_reusable:
                 self.close()
+        return results
 
     def _gather(self, name: str, limit_s: float, expect_lost: frozenset[int]) -> list[Any]:
         deadline = time.monotonic() + limit_s
@@ -234,6 +244,7 @@ class Pool:
                         failures[rank] = value
                 if rank in failures:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
+        self._is_idle = not (failures or waiting or expect_lost)
         if failures or waiting:
             stacks = self._stacks(waiting)
             self.close()
@@ -266,16 +277,18 @@ class Pool:
         return [process.exitcode for process in self._processes]
 
     def close(self) -> None:
-        """Kills the workers. May be called twice."""
+        """Ends the workers: idle ones by closing their pipes, others by a kill. May be called twice."""
         if not self.is_usable:
             return
         self.is_usable = False
+        for pipe in self._pipes:
+            pipe.close()
+        if self._is_idle:
+            self.exit_codes(10)
         for process in self._processes:
             if process.is_alive():
                 process.kill()  # also ends a stopped one
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.join(10)
-            pipe.close()
+        self.exit_codes(10)
         self._folder.cleanup()
 
 

@@ -161,6 +161,7 @@ PYBIND11_MODULE(_C, module) {
           py::call_guard<py::gil_scoped_release>())
       .def("abandon", &MoELowLatencyRuntime::abandon, py::arg("slot"), py::arg("active_tokens_per_rank"),
            py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("has_faults", &MoELowLatencyRuntime::has_faults)
       .def("take_faults", &MoELowLatencyRuntime::take_faults)
       .def("explain_timeout", &MoELowLatencyRuntime::explain_timeout)
       .def("epoch", &MoELowLatencyRuntime::epoch, py::arg("slot"));

@@ -172,6 +172,11 @@ void MoELowLatencyRuntime::abandon(int32_t slot, int32_t active_tokens_per_rank,
   backend_->combine(workload, context_, layout_, Buffers{}, stream);
 }
 
+bool MoELowLatencyRuntime::has_faults() const {
+  const volatile FaultWords* faults = context_.faults;
+  return faults != nullptr && (faults->timeout | faults->bad_id | faults->active_mismatch) != 0;
+}
+
 FaultReport MoELowLatencyRuntime::take_faults() {
   FaultReport report;
   if (!is_connected_) {

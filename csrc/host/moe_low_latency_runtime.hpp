@@ -76,6 +76,8 @@ public:
   // Ends a dispatch without its rows: the handshake of a combine, no payload. Collective.
   void abandon(int32_t slot, int32_t active_tokens_per_rank, uint64_t stream);
 
+  // Whether launches have reported anything since the last take_faults(); cheap enough for every call.
+  bool has_faults() const;
   // Faults reported by launches; bad ids and mismatches are cleared, a time-out stays until reset().
   FaultReport take_faults();
   // Reads flags and progress words of the ranks involved. Only after take_faults() told of a time-out.

@@ -224,7 +224,7 @@ class LlEngine:
     def _after_launch(self, handle: DispatchHandle, *, is_dispatched: bool) -> None:
         if self._is_cuda:
             return  # faults of launches show at the next call
-        if is_dispatched:
+        if is_dispatched and self._runtime.has_faults:
             report = self._runtime.take_faults()
             if report.has_active_mismatch:
                 # All ranks see it: they end the round together, without its rows.
@@ -311,6 +311,8 @@ class LlEngine:
     # ------------------------------------------------------------------ faults and life cycle
 
     def raise_on_fault(self) -> None:
+        if not self._runtime.has_faults:
+            return
         report = self._runtime.take_faults()
         if report.has_timeout:
             self._raise_timeout()

@@ -12,9 +12,9 @@ import checks
 import pytest
 import torch
 from cases import PATHS, Case, each_variant
-from launcher import Pool, Rank, RanksFailedError, segments_of
+from launcher import Rank, RanksFailedError, segments_of
 
-from mscclpp_dispatcher import Dispatcher, DispatcherConfig, HandleError, PeerTimeoutError
+from mscclpp_dispatcher import DispatcherConfig, HandleError, PeerTimeoutError
 from mscclpp_dispatcher.reference import ScalingExperts
 
 pytestmark = [pytest.mark.cpu]
@@ -303,45 +303,3 @@ def _recover_with_handles_in_flight(context: Rank, case: Case) -> None:
 @pytest.mark.parametrize("variant", ["rank_reduce_runner", "rank_direct"])
 def test_reset_drops_the_handles_in_flight(fresh_pool, variant: str):
     fresh_pool(2).run(_recover_with_handles_in_flight, _case(variant, 2), limit_s=20)
-
-
-# ---------------------------------------------------------------------- the launcher itself
-
-
-def _hangs(context: Rank) -> None:
-    if context.rank == 1:
-        time.sleep(60)
-
-
-def _fails(context: Rank) -> None:
-    if context.rank == 1:
-        raise ValueError("a failure on purpose")
-    time.sleep(60)
-
-
-def test_launcher_shows_where_a_rank_hangs():
-    pool = Pool(2)
-    pids = pool.pids
-    with pytest.raises(RanksFailedError, match=r"rank 1 had not finished(.|\n)*in _hangs"):
-        pool.run(_hangs, limit_s=1)
-    assert not pool.is_usable
-    assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids)
-
-
-def test_launcher_does_not_wait_long_for_the_others():
-    pool = Pool(2)
-    begin = time.monotonic()
-    with pytest.raises(RanksFailedError, match=r"rank 1 failed(.|\n)*a failure on purpose"):
-        pool.run(_fails, limit_s=50)
-    assert time.monotonic() - begin < 10
-
-
-def _makes_nothing(context: Rank) -> Dispatcher | None:
-    return None
-
-
-def test_launcher_reuses_processes(run_ranks, pools):
-    run_ranks(2, _makes_nothing)
-    pids = pools.get(2).pids
-    run_ranks(2, _makes_nothing)
-    assert pools.get(2).pids == pids
