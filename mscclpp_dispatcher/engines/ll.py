@@ -21,15 +21,13 @@ from mscclpp_dispatcher.config import (
     WeightMode,
 )
 from mscclpp_dispatcher.engine import Capabilities
+from mscclpp_dispatcher.engines.placement import GpuPlace, choose_num_blocks, ranks_on_gpu
 from mscclpp_dispatcher.engines.shm_regions import ShmRegions
 from mscclpp_dispatcher.engines.symmetric_regions import SymmetricRegions
 from mscclpp_dispatcher.errors import ConfigError, InputError, PeerTimeoutError
 from mscclpp_dispatcher.types import DispatchHandle, DispatchOutput
 from mscclpp_dispatcher.validation import bad_id_message, expert_output_shape
 
-# Blocks that are chosen when the config leaves num_blocks open. Each holds a whole SM while it waits.
-MAX_AUTO_BLOCKS = 64  # more do not speed up a decode batch; they only take SMs from the experts
-MIN_AUTO_BLOCKS = 8  # so few that they never matter, yet enough to read one token's rows at once
 _TMA_CAPABILITY = (9, 0)
 
 
@@ -106,34 +104,11 @@ class LlEngine:
         self._peers = [ProcessIdentity(**answer["identity"]) for answer in answers]
         if not self._is_cuda:
             return [1] * self.num_ranks
-        return [self._blocks_of(rank, answers) for rank in range(self.num_ranks)]
-
-    def _blocks_of(self, rank: int, answers: list[dict]) -> int:
-        places = [(answer["identity"]["host"], answer["device"]) for answer in answers]
-        sharing = [peer for peer, place in enumerate(places) if place == places[rank]]
-        if len(sharing) > 1:
-            if not self.config.allow_shared_device:
-                raise ConfigError(
-                    f"ranks {', '.join(map(str, sharing))} are all on GPU {answers[rank]['device']}; give each rank "
-                    "its own GPU (torch.cuda.set_device), or set allow_shared_device=True for a test under MPS"
-                )
+        places = [GpuPlace(answer["identity"]["host"], answer["device"], answer["num_sms"]) for answer in answers]
+        num_blocks = choose_num_blocks(self.config, places)
+        if len(ranks_on_gpu(places, self.rank)) > 1:
             env.allow_overlapping_devices()
-        num_sms = answers[rank]["num_sms"]
-        resident = len(sharing) * self.config.num_slots
-        if self.config.num_blocks is None:
-            # On a shared GPU the blocks of ranks that wait must leave room for the compute of ranks that have not come
-            # yet, also for kernels launched as clusters, which need several free SMs side by side: half of the SMs.
-            free_sms = num_sms // 2 if len(sharing) > 1 else 4
-            # A block without tokens only writes and reads flags.
-            useful = max(MIN_AUTO_BLOCKS, self.config.max_tokens_per_rank)
-            return max(1, min(MAX_AUTO_BLOCKS, useful, (num_sms - free_sms) // resident))
-        if self.config.num_blocks * resident > num_sms:
-            raise ConfigError(
-                f"num_blocks is {self.config.num_blocks}: with {len(sharing)} ranks on the GPU of rank {rank} and "
-                f"num_slots = {self.config.num_slots}, {self.config.num_blocks * resident} blocks cannot be resident "
-                f"together on {num_sms} SMs; allowed: at most {num_sms // resident}"
-            )
-        return self.config.num_blocks
+        return num_blocks
 
     def _make_runtime(self, num_blocks: int):
         config = self.config
