@@ -66,18 +66,18 @@ class ExpertIdSpace(enum.Enum):
 
 
 class Payload(enum.Enum):
-    """Element type of the rows, both ways."""
+    """Element type of the rows, both ways.
+
+    Attributes:
+        dtype: the torch dtype.
+    """
 
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return _DTYPES[self]
-
-
-_DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP16: torch.float16, Payload.FP32: torch.float32}
+    def __init__(self, text: str) -> None:
+        self.dtype: torch.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[text]
 
 
 class CopyPath(enum.Enum):
