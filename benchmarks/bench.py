@@ -33,7 +33,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from cases import CASES, BenchCase
 
-from mscclpp_dispatcher import CombineMode, CopyPath, Dispatcher, DispatchLayout, DispatchOutput
+from mscclpp_dispatcher import CopyPath, Dispatcher, reference
+from mscclpp_dispatcher.reference import ScalingExperts, TokenBatch
 
 # Time for the host to enqueue everything that a measurement needs, before the GPU starts on it.
 _HEAD_START_CYCLES = 2_000_000
@@ -52,40 +53,27 @@ class Workbench:
 
     def __init__(self, case: BenchCase, dispatcher: Dispatcher) -> None:
         self.case, self.dispatcher = case, dispatcher
-        device, rank = dispatcher.device, dispatcher.rank
+        config, device, rank, num_ranks = dispatcher.config, dispatcher.device, dispatcher.rank, dispatcher.num_ranks
         generator = torch.Generator().manual_seed(1000 + rank)
-        # Profile X: sums of these are exact in bf16 in any order.
+        # Sums of these are exact in bf16 in any order.
         token, column = torch.arange(case.num_tokens)[:, None], torch.arange(case.hidden)[None]
-        self.x = ((5 * rank + 3 * token + column) % 9 - 4).to(device, case.payload.dtype)
-        self.ids = torch.stack(
+        x = ((5 * rank + 3 * token + column) % 9 - 4).to(case.payload.dtype)
+        ids = torch.stack(
             [torch.randperm(case.num_experts, generator=generator)[: case.num_topk] for _ in range(case.num_tokens)]
         )
-        self.weights = torch.where((token + torch.arange(case.num_topk)[None]) % 2 == 0, 1.0, 0.5)
-        scale = (self.weights * (1 + self.ids % 2)).sum(1, keepdim=True)
-        self.expected = (self.x.cpu().float() * scale).to(device, case.payload.dtype)
-        owners = torch.tensor(dispatcher.config.owners(dispatcher.num_ranks))[self.ids]
-        self.num_rows_per_expert = self.ids.numel()
-        self.num_rows_per_rank = sum(len(set(row.tolist())) for row in owners)
-        self.ids, self.weights = self.ids.to(device), self.weights.to(device)
+        weights = torch.where((token + torch.arange(case.num_topk)[None]) % 2 == 0, 1.0, 0.5)
+        batch = TokenBatch(x, ids, weights)
+        nothing = TokenBatch(x[:0], ids[:0], weights[:0])
+        own_batch_alone = [batch if peer == rank else nothing for peer in range(num_ranks)]
+        self.num_bytes_sent = reference.bytes_moved(config, own_batch_alone).dispatch
+        self.expected = reference.round_trip(config, num_ranks, batch).to(device)
+        self.experts = ScalingExperts(config, dispatcher.local_experts, device)
+        self.x, self.ids, self.weights = x.to(device), ids.to(device), weights.to(device)
         self.out = torch.empty_like(self.x)
         output, handle = dispatcher.dispatch(self.x, self.ids, self.weights)
-        self.expert_output = dispatcher.expert_output_buffer(handle)
-        self.run_experts(output)
+        # The buffer that combine reads in place.
+        self.expert_output = self.experts(output, out=dispatcher.expert_output_buffer(handle))
         dispatcher.combine(self.expert_output, handle, self.out)
-
-    def run_experts(self, output: DispatchOutput) -> None:
-        """Expert e multiplies by 1 + e % 2; the result goes to the buffer that combine reads in place."""
-        factors = 1.0 + torch.tensor(self.dispatcher.local_experts, device=self.dispatcher.device) % 2
-        if output.layout is DispatchLayout.EXPERT_MAJOR:
-            torch.mul(output.recv_x, factors[:, None, None].to(output.recv_x.dtype), out=self.expert_output)
-            return
-        ids = output.recv_topk_ids.long()
-        factor = torch.where(ids >= 0, factors[ids.clamp(min=0)], 0.0)
-        if self.case.combine_mode is CombineMode.DIRECT_SEND:
-            self.expert_output.copy_(output.recv_x[:, None, :] * factor[:, :, None])
-        else:
-            summed = (factor * output.recv_topk_weights).sum(1, keepdim=True)
-            self.expert_output.copy_(output.recv_x.float() * summed)
 
     def pair(self) -> None:
         _, handle = self.dispatcher.dispatch(self.x, self.ids, self.weights)
@@ -99,17 +87,11 @@ class Workbench:
         """One full round with the experts, bit-exact."""
         self.out.fill_(float("nan"))
         output, handle = self.dispatcher.dispatch(self.x, self.ids, self.weights)
-        self.run_experts(output)
+        self.experts(output, out=self.expert_output)
         self.dispatcher.combine(self.expert_output, handle, self.out)
         self.dispatcher.synchronize()
         if not torch.equal(self.out, self.expected):
             raise AssertionError(f"rank {self.dispatcher.rank}: {self.case.name}: combine is not exact")
-
-    def bytes_each_way(self) -> int:
-        """Rows sent by this rank times their bytes: once per (token, expert) where rows travel per expert."""
-        is_per_expert = self.case.layout is DispatchLayout.EXPERT_MAJOR
-        rows = self.num_rows_per_expert if is_per_expert else self.num_rows_per_rank
-        return rows * self.dispatcher.config.row_bytes
 
 
 def _capture(action, times: int) -> torch.cuda.CUDAGraph:
@@ -160,7 +142,7 @@ def _measure_cuda(bench: Workbench, options: Options) -> dict[str, float]:
     figures["combine_us"] = figures["pair_us"] - figures["dispatch_us"]
     del graph
 
-    num_bytes = bench.bytes_each_way()
+    num_bytes = bench.num_bytes_sent
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=bench.x.device)
     target = torch.empty_like(source)
     graph = _capture(lambda: target.copy_(source), options.pairs)
@@ -179,7 +161,7 @@ def _measure_cuda(bench: Workbench, options: Options) -> dict[str, float]:
 
 def _measure_cpu(bench: Workbench, options: Options) -> dict[str, float]:
     times: dict[str, list[float]] = {"pair_us": [], "dispatch_us": [], "combine_us": [], "copy_us": []}
-    source = torch.ones(bench.bytes_each_way(), dtype=torch.uint8)
+    source = torch.ones(bench.num_bytes_sent, dtype=torch.uint8)
     target = torch.empty_like(source)
     for _ in range(options.repeats):
         dist.barrier()
@@ -214,7 +196,7 @@ def _run_rank(rank: int, num_ranks: int, store: str, cases: list[BenchCase], opt
             bench.check()
             figures = (_measure_cuda if is_cuda else _measure_cpu)(bench, options)
             bench.check()
-            num_bytes = _slowest_median([float(bench.bytes_each_way())])
+            num_bytes = _slowest_median([float(bench.num_bytes_sent)])
             if rank == 0:
                 queue.put(
                     {
