@@ -220,6 +220,10 @@ class DispatcherConfig:
         """Bytes of one row."""
         return self.hidden * self.payload.dtype.itemsize
 
+    def resolve_active_tokens(self, active_tokens_per_rank: int | None) -> int:
+        """A call's row stride between source ranks, in tokens: None stands for the capacity."""
+        return self.max_tokens_per_rank if active_tokens_per_rank is None else active_tokens_per_rank
+
     def owners(self, num_ranks: int) -> tuple[int, ...]:
         """Rank of each expert, length num_experts, for a group of num_ranks.
 

@@ -78,7 +78,7 @@ def dispatch_to_rank(
     config: DispatcherConfig, batches: Sequence[TokenBatch], rank: int, *, active_tokens_per_rank: int | None = None
 ) -> DispatchOutput:
     """What ``rank`` receives; see ``dispatch``."""
-    active = config.max_tokens_per_rank if active_tokens_per_rank is None else active_tokens_per_rank
+    active = config.resolve_active_tokens(active_tokens_per_rank)
     if config.layout is DispatchLayout.EXPERT_MAJOR:
         return _dispatch_expert_major(config, batches, rank, active)
     return _dispatch_rank_major(config, batches, rank, active)
@@ -163,7 +163,7 @@ def combine(
     Returns:
         One ``[T, hidden]`` tensor per rank, payload dtype.
     """
-    active = config.max_tokens_per_rank if active_tokens_per_rank is None else active_tokens_per_rank
+    active = config.resolve_active_tokens(active_tokens_per_rank)
     is_partial = config.layout is DispatchLayout.RANK_MAJOR and config.combine_mode is CombineMode.LOCAL_REDUCE
     outs = []
     for src_rank, batch in enumerate(batches):

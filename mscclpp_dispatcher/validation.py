@@ -59,7 +59,7 @@ def check_dispatch(
     _check_tensor(rank, "topk_ids", topk_ids, ID_DTYPES, (num_tokens, config.num_topk), device)
     if topk_weights is not None:
         _check_tensor(rank, "topk_weights", topk_weights, (torch.float32,), (num_tokens, config.num_topk), device)
-    active = config.max_tokens_per_rank if active_tokens_per_rank is None else active_tokens_per_rank
+    active = config.resolve_active_tokens(active_tokens_per_rank)
     if not 1 <= active <= config.max_tokens_per_rank:
         raise CapacityError(
             f"rank {rank}: active_tokens_per_rank is {active}; allowed: 1..{config.max_tokens_per_rank} "

@@ -49,10 +49,9 @@ py::dict layout_dict(const MoELowLatencyRuntime& runtime) {
   const RegionLayout& layout = runtime.layout();
   py::dict fields;
 #define FIELD(name) fields[#name] = layout.name
-  FIELD(slots), FIELD(slot_bytes), FIELD(dispatch_flags), FIELD(route_rank), FIELD(num_tokens_per_rank),
-      FIELD(num_recv_tokens_per_expert), FIELD(src_offsets), FIELD(recv_x), FIELD(recv_topk_ids),
-      FIELD(recv_topk_weights), FIELD(expert_output), FIELD(recv_rows), FIELD(recv_ids), FIELD(recv_weights),
-      FIELD(expert_output_rows), FIELD(total_bytes);
+  FIELD(slots), FIELD(slot_bytes), FIELD(num_tokens_per_rank), FIELD(num_recv_tokens_per_expert), FIELD(src_offsets),
+      FIELD(recv_x), FIELD(recv_topk_ids), FIELD(recv_topk_weights), FIELD(expert_output), FIELD(recv_rows),
+      FIELD(recv_ids), FIELD(recv_weights), FIELD(expert_output_rows), FIELD(total_bytes);
 #undef FIELD
   return fields;
 }

@@ -22,12 +22,13 @@ class SymmetricRegions:
         error = None
         if bootstrap.process_group is None:
             error = "the CUDA engine needs a torch.distributed ProcessGroup, not a StoreGroup"
-        try:
-            self.local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
-            self.local.zero_()
-            torch.cuda.synchronize(device)
-        except RuntimeError as failure:  # torch.OutOfMemoryError is one
-            error = f"allocating {num_bytes} bytes of symmetric memory on {device}: {failure}"
+        else:
+            try:
+                self.local = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+                self.local.zero_()
+                torch.cuda.synchronize(device)
+            except RuntimeError as failure:  # torch.OutOfMemoryError is one
+                error = f"allocating {num_bytes} bytes of symmetric memory on {device}: {failure}"
         bootstrap.agree("symmetric memory", {}, error)
         error = None
         try:
